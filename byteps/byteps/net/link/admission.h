@@ -21,7 +21,8 @@ namespace ps {
 //
 // Sender and receiver are not encoded: a connection knows its two ends.
 
-// Larger metas are refused on receipt. A list of several hundred thousand nodes fits.
+// Limit of the bytes of an encoded meta; a receiver refuses a larger one. A list of several hundred
+// thousand nodes fits.
 constexpr size_t kMaxMetaBytes = 64 << 20;
 
 std::string EncodeMeta(const Meta& meta);
@@ -30,7 +31,7 @@ std::string EncodeMeta(const Meta& meta);
 // value. `meta` is then undefined.
 bool DecodeMeta(const char* data, size_t size, Meta* meta);
 
-// Returns a random number that identifies a process (among all that ever had its place) or a job. A
+// Returns a random number that identifies a job, or a process among all that ever had its rank. A
 // process's token travels in Node::endpoint_name.
 inline uint64_t NewToken() {
   // Calls the kernel directly: std::random_device would require a newer C++ library at run time.
@@ -41,7 +42,8 @@ inline uint64_t NewToken() {
   return token;
 }
 
-// Returns 0 if the node has no token. Reads byte by byte, so it is independent of byte order.
+// Returns the node's token, or 0 if it has none. The token is read byte by byte, so that it is the
+// same on CPUs of either byte order.
 inline uint64_t TokenOf(const Node& node) {
   uint64_t token = 0;
   if (node.endpoint_name_len != sizeof(token)) return 0;
@@ -59,8 +61,9 @@ inline void SetToken(uint64_t token, Node* node) {
   node->endpoint_name_len = sizeof(token);
 }
 
-// A job's number: random, with the scheduler's current generation in the low 16 bits. Both ends of
-// a new connection exchange and prove it, so a connection belongs to one generation of one job.
+// A job's number is random, with the scheduler's current generation in the low 16 bits, which this
+// mask selects. Both ends of a new connection exchange and prove the number, so a connection
+// belongs to one generation of one job.
 constexpr uint64_t kIncarnationMask = 0xffff;
 
 inline uint64_t NewJob() {
@@ -73,8 +76,9 @@ inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
   return (job & ~kIncarnationMask) | (static_cast<uint64_t>(incarnation) & kIncarnationMask);
 }
 
-// Generation 0 means "not known yet"; real generations start at 1. A server answers it to another
-// server that connects before the scheduler has announced it. That server tries again.
+// Generation of a node that does not know the generation yet; real generations start at 1. A server
+// answers 0 to another server that connects before the scheduler has announced that other server,
+// which then tries again.
 constexpr int kNotTold = 0;
 
 // Returns why a node with job number `theirs` may not connect to one with `ours`.
@@ -84,8 +88,8 @@ inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
          " of the job, and this node of generation " + std::to_string(ours & kIncarnationMask);
 }
 
-// Returns whether `theirs` is an earlier generation of the same job: the scheduler's message about
-// the new one is still in flight to that node.
+// Returns whether `theirs` is an earlier generation of the same job. The scheduler's message about
+// the new generation is then still in flight to the node with `theirs`.
 inline bool IsBehind(uint64_t theirs, uint64_t ours) {
   const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
   return same_job && (theirs & kIncarnationMask) < (ours & kIncarnationMask);
@@ -100,7 +104,7 @@ inline bool ConnectsTo(Node::Role from, Node::Role to) {
 }
 
 // Returns whether the servers of these ranks have a link. With BYTEPS_BACKUP_STATE the servers form
-// a ring by rank, in which each keeps a copy of its state at the next.
+// a ring by rank, in which the next server keeps a copy of a server's state.
 inline bool AreNeighbors(int one, int other, int servers) {
   if (one == other || servers < 2) return false;
   return (one + 1) % servers == other || (other + 1) % servers == one;
@@ -130,12 +134,13 @@ inline bool IsServerId(int node_id) { return node_id >= 8 && node_id % 2 == 0; }
 // there the cause is almost always different settings.
 
 enum class GreetingFailure {
-  kMaybeDamaged,  // nothing proves that the peer sent this
-  kDecided,       // the intended peer refused, authenticated
+  kMaybeDamaged,  // nothing proves that the peer sent these bytes
+  kDecided,       // the intended peer refused, with a valid proof
   kWillPass,      // the peer is not ready, e.g. it is still in an earlier generation of the job
 };
 
-// Returns whether to try again. `link_was_there`: the greeting is to resume a broken link.
+// Returns whether to try again after a failed greeting. `link_was_there`: the greeting was to
+// resume a broken link.
 inline bool IsOneMoreAttempt(GreetingFailure failure, bool link_was_there) {
   if (failure == GreetingFailure::kWillPass) return true;
   return link_was_there && failure == GreetingFailure::kMaybeDamaged;
@@ -145,37 +150,37 @@ inline bool IsOneMoreAttempt(GreetingFailure failure, bool link_was_there) {
 struct PeerIdentity {
   uint64_t token = 0;
   int role = -1;  // a Node::Role
-  // The rank that a worker has or wants, or that a server claims to another server. -1: the
-  // scheduler decides.
+  // The rank that a worker has or wants, or the rank that a server claims to another server. -1:
+  // the scheduler decides.
   int rank = -1;
 };
 
 // Authenticated request for a link.
 struct Applicant {
   PeerIdentity who;
-  uint64_t job = 0;            // 0: not known yet; allowed to the scheduler alone
-  uint64_t receiver = 0;       // the token of the process it wants to reach; 0: unknown
-  int node_id = Node::kEmpty;  // the applicant's, if it has one
+  uint64_t job = 0;            // number of the job; 0: unknown, which only the scheduler accepts
+  uint64_t receiver = 0;       // token of the process that it wants to reach; 0: unknown
+  int node_id = Node::kEmpty;  // the applicant's node id, if it has one
   int plane = 0;               // plane of the link
   int index = 0;               // index of the link within its plane
   bool resumes = false;        // the link existed before, and broke
-  bool returns = false;        // it looks for the scheduler of its job, possibly a restarted one
+  bool returns = false;        // the applicant looks for its job's scheduler, perhaps a new one
 };
 
 // Limit of links per plane and pair of nodes.
 constexpr int kMaxLinks = 64;
 
-// Returns why the applicant may not connect to a node of this role, token and job (0: in none yet),
-// or "" if it may. Whether a scheduler takes over the job of a returning node is up to the
-// membership. `is_expected`: the scheduler has announced this very process as the server that it
-// claims to be (PeerTable::Expects).
+// Returns why the applicant may not connect to a node of this role, token and job (0: the node is
+// in no job yet). Returns "" if it may. The membership decides whether a scheduler takes over the
+// job of a returning node. `is_expected`: the scheduler has announced the applicant's process as
+// the server that it claims to be (PeerTable::Expects).
 std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
                            uint64_t job, bool is_expected = false);
 
 // Throws Error if the peer may not send this membership message. A peer without a node id may only
 // ask to join, and no peer may ask on behalf of another process.
 void CheckControl(const Control& control, int peer, const PeerIdentity& who, bool is_scheduler);
-// Throws Error if the peer may not send other messages: it has no node id yet.
+// Throws Error if the peer has no node id yet, and so may send membership messages only.
 void CheckMember(int peer);
 
 // Number of the job that this node is in; 0 while unknown. Thread-safe.
@@ -186,8 +191,8 @@ class JobNumber {
   // Sets the generation for links made from now on.
   void SetIncarnation(int incarnation) { job_ = WithIncarnation(job_, incarnation); }
 
-  // Takes note of the job number that an authenticated peer told. The scheduler's first one is
-  // adopted. Returns why the link must be given up, or "".
+  // Takes note of the job number that an authenticated peer told. Adopts the number that the
+  // scheduler tells first. Returns why the link must be given up, or "".
   std::string Hear(uint64_t theirs, bool from_scheduler);
 
  private:
@@ -201,7 +206,7 @@ class OfAJob {
   virtual JobNumber* job_number() = 0;
   // Returns why the last attempt to connect to this node failed; "" if unknown.
   virtual std::string DialError(int /*node_id*/) { return ""; }
-  // Returns whether links to this node are broken right now. The membership may not know it yet.
+  // Returns whether links to this node are broken right now, perhaps before the membership knows.
   virtual bool IsBroken(int /*node_id*/) { return false; }
 };
 

@@ -16,7 +16,7 @@
 
 namespace ps {
 
-// A NIC of this host and a NIC of the peer's, that a connection may use.
+// A NIC of this host and a NIC of the peer's host, which a connection may use together.
 struct NicPair {
   std::string from;  // address of this host's NIC; "": the kernel chooses
   std::string to;    // address or host name of the peer
@@ -25,14 +25,15 @@ inline bool operator==(const NicPair& a, const NicPair& b) {
   return a.from == b.from && a.to == b.to;
 }
 
-// Returns the fewest connections that use all NICs of both nodes. 1 if either node has announced no
-// NICs.
+// Returns the least number of connections that use all NICs of both nodes. Returns 1 if either node
+// has announced no NICs.
 int LeastConnections(const std::vector<Nic>& from, const std::vector<Nic>& to);
 
-// Returns for each of `count` connections to `peer` its candidate pairs, the preferred first. Each
-// NIC gets connections in proportion to its rate. NICs of different subnets are paired only if none
-// share a subnet. On one host each NIC is paired with itself. Among equally good pairs `turn`
-// rotates the start. The last pair always lets the kernel choose.
+// Returns a list of candidate pairs for each of `count` connections to `peer`, the preferred pair
+// first. A NIC gets connections in proportion to its rate. NICs of different subnets are paired
+// only if no two NICs share a subnet. If both nodes are on one host, a NIC is paired with itself.
+// `turn` chooses which of several equally good pairs comes first. The last pair of a list always
+// lets the kernel choose.
 std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const Node& peer,
                                            int count, int turn);
 
@@ -48,22 +49,22 @@ class DialPlan {
   struct Route {
     std::string from;  // "": the kernel chooses
     Address to;
-    bool is_home = false;  // belongs to the first pair
+    bool is_home = false;  // the route belongs to the first pair of NICs
 
     // "10.0.0.2:9000", "10.0.0.1 to 10.0.0.2:9000"
     std::string Text() const { return (from.empty() ? "" : from + " to ") + to.Text(); }
   };
 
-  // `first`: the pause after the first round of attempts; `longest`: the limit of later ones.
+  // `first`: the pause after the first round of attempts. `longest`: the limit of later pauses.
   DialPlan(Clock::duration first, Clock::duration longest);
 
-  // Another thread resolves names, again after each round of attempts: a host may return with
-  // another address.
+  // Begins the attempts. Another thread resolves host names, and does so again after each round of
+  // attempts, since a host may return with another address.
   void Begin(const std::vector<NicPair>& pairs, int port, Clock::time_point deadline);
-  // Adds fallback pairs, as good as the first.
+  // Adds pairs, which are as good as the first pair.
   void Add(const std::vector<NicPair>& pairs);
-  // Restarts after an established connection broke. `elsewhere`: its pair of NICs is dead, so
-  // another is tried first.
+  // Restarts after an established connection broke. `elsewhere`: the connection's pair of NICs is
+  // dead, so another pair is tried first.
   void Restart(bool elsewhere);
   // Restarts with the first pair, after the connection has used another one.
   void GoHome();
@@ -77,7 +78,7 @@ class DialPlan {
   // Records a failed attempt. `nobody_listens`: the address refused the connection. Returns when to
   // try next.
   Clock::time_point Failed(const std::string& error, bool nobody_listens, Clock::time_point now);
-  // The peer asked to retry soon over the same route. Returns when.
+  // The peer asked to retry soon over the same route. Returns when to try next.
   Clock::time_point Postponed(const std::string& error, Clock::time_point now);
   void Succeeded(Clock::time_point now);
 
@@ -89,8 +90,8 @@ class DialPlan {
   // Returns whether the current route uses another pair than the first.
   bool is_away() const { return !routes_.empty() && !routes_[next_].is_home; }
   const Route& home() const { return routes_.front(); }
-  // Returns the pause before the first pair is probed again. It grows with each probe until a
-  // connection has lasted there.
+  // Returns the pause before the first pair is probed again. The pause grows with each probe, until
+  // a connection over the first pair has lasted.
   Clock::duration NextLook();
 
  private:

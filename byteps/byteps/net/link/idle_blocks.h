@@ -10,8 +10,8 @@
 
 namespace ps {
 
-// Free list of memory blocks. Touching fresh pages costs as much as the work done in them, and
-// registering them more.
+// Free list of memory blocks. Blocks are reused, since the kernel needs as much time to provide
+// fresh pages as the work in them takes, and registering pages takes longer.
 //
 // T is a pointer to a block; the caller owns the blocks and locks this object.
 template <typename T>
@@ -32,7 +32,7 @@ class IdleBlocks {
     return true;
   }
 
-  // Returns false if the limit does not allow this block.
+  // Adds an unused block. Returns false if the limit does not allow this block.
   bool Keep(size_t size, T block) {
     if (bytes_ + size > limit_) return false;
     blocks_[size].push_back(block);

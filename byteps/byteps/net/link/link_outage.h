@@ -13,19 +13,19 @@ namespace ps {
 // Kinds of failure of a link while both processes may be alive. They decide how long the link may
 // stay broken.
 enum class LinkFault {
-  kClosed,  // the peer closed it, or its kernel did when the process ended
+  kClosed,  // the peer closed the link, or the peer's kernel did when the process ended
   kBroken,  // the connection failed; the peer may be gone
-  kSilent,  // nothing was acknowledged for too long
+  kSilent,  // the peer has acknowledged nothing for too long
 };
 
-// Reason of a link that the peer closed.
+// Reason to report for a link that the peer closed.
 constexpr char kLinkClosed[] = "its connection closed";
 
-// A process has ended if its port has been closed for this long.
+// A process counts as ended when its port has refused connections for this long.
 constexpr auto kListenerGoneTime = std::chrono::milliseconds(250);
 
-// Returns how long a link to node `peer` may stay broken. Zero: it is lost at once. `reconnect_s`:
-// BYTEPS_RECONNECT_TIMEOUT_S.
+// Returns how long a link to node `peer` may stay broken; zero if the link is lost at once.
+// `reconnect_s`: BYTEPS_RECONNECT_TIMEOUT_S.
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault);
 
@@ -36,32 +36,33 @@ struct LinkOutage {
   LinkFault fault = LinkFault::kBroken;
   Clock::time_point begin;
   Clock::time_point deadline;
-  bool briefly = false;        // its limit is shorter than BYTEPS_RECONNECT_TIMEOUT_S
+  bool briefly = false;        // the limit was shorter than BYTEPS_RECONNECT_TIMEOUT_S
   bool listener_gone = false;  // the peer's port no longer accepts connections
-  // Bytes sent over the resumed link of which the peer has acknowledged none.
+  // Number of bytes sent over the resumed link, if the peer has acknowledged none of them.
   uint64_t unacknowledged = 0;
 
   static LinkOutage Of(const std::string& reason, LinkFault fault, Clock::duration patience,
                        double reconnect_s);
-  // Returns why the link is lost. `last_error`: of the last attempt to connect; may be "".
+  // Returns why the link is lost. `last_error`: error of the last attempt to connect; may be "".
   std::string GivenUp(double reconnect_s, const std::string& last_error) const;
   // Returns why the link is lost if the peer had given it up earlier and answered `refusal`.
   std::string Refused(const std::string& refusal) const;
 
  private:
   std::string Unacknowledged() const;
-  std::string LargePacketsVanish() const;  // empty without evidence for it
+  std::string LargePacketsVanish() const;  // "" if nothing points to that
 };
 
-// Logs that a link is resumed, and counts it. `which`: "the connection", "data connection 0".
+// Logs and counts a resumed link. `which`: e.g. "the connection", "data connection 0". `after`: how
+// long the link was broken. `again`: number of messages that are sent again.
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again);
 
 // Number of links that were resumed since the process started.
 uint64_t Reconnections();
 
-// Logs that a link is resumed over `path` instead of its first pair of NICs, `home`, which failed
-// because of `why` (may be "").
+// Logs that a link is resumed over `path`, because its first pair of NICs, `home`, failed for the
+// reason `why` (may be "").
 void LogAway(int peer, const std::string& home, const std::string& why, const std::string& path);
 // Logs that a link has returned to its first pair of NICs.
 void LogHome(int peer, const std::string& home);

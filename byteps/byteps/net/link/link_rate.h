@@ -6,11 +6,11 @@
 
 namespace ps {
 
-// Rate at which the peer takes bytes. Measured only while so many are in flight that the peer
-// acknowledges at once. Times are ns of any clock. Not thread-safe.
+// Rate at which the peer takes bytes. It is measured only while at least kBusyBytes are in flight,
+// since the peer then acknowledges at once. Times are in ns of any clock. Not thread-safe.
 class LinkRate {
  public:
-  // `in_flight` bytes are unacknowledged now, after `arrived` more were acknowledged.
+  // The peer has acknowledged `arrived` more bytes, and `in_flight` bytes are unacknowledged now.
   void Update(size_t in_flight, size_t arrived, int64_t now) {
     if (is_busy_) {
       bytes_ += arrived;
@@ -26,7 +26,7 @@ class LinkRate {
     is_busy_ = in_flight >= kBusyBytes;
   }
 
-  // 0 while unknown.
+  // Returns the rate, or 0 while it is unknown.
   double bytes_per_ns() const { return bytes_per_ns_; }
 
  private:

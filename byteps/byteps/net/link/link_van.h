@@ -23,8 +23,8 @@ namespace ps {
 
 // Queue of a van's receiving thread.
 //
-// Holds messages and news of lost peers. It also guards use of the van: allowed from Open until End
-// or Close.
+// The queue holds messages, and events of lost peers. It also says whether threads may use the van:
+// they may from Open until End or Close.
 template <typename Event>
 class VanInbox {
  public:
@@ -38,7 +38,8 @@ class VanInbox {
     return !closed_;
   }
 
-  // Returns false once closed. Close waits until EndUse has been called for every true.
+  // Returns whether the caller may use the van; if so, the caller must call EndUse afterwards.
+  // Close waits until all users have done so.
   bool BeginUse() {
     MutexLock lock(&mu_);
     if (closed_) return false;
@@ -59,7 +60,7 @@ class VanInbox {
     cond_.NotifyAll();
   }
 
-  // Waits for an event. Returns false after End, also if events are left.
+  // Waits for an event. Returns false after End, even if events are left.
   bool Take(Event* event) {
     MutexLock lock(&mu_);
     // Ended by End; deadline: none, the receiving thread's.
@@ -99,10 +100,10 @@ class VanInbox {
   int users_ PS_GUARDED_BY(mu_) = 0;
 };
 
-// Link: as for PeerTable, and SayGoodbye, flushed and all_arrived.
-// Derived is called without virtual dispatch, since Transmit runs for each message. It has
+// Link has what PeerTable requires, and the functions SayGoodbye, flushed and all_arrived.
+// Derived is called without virtual dispatch, since Transmit runs for each message. Derived has
 //   void Transmit(const Message& msg): sends over a link to another node
-//   void OnLinkLost(int id, const LinkEnding& ending): informs the membership
+//   void OnLinkLost(int id, const LinkEnding& ending): tells the membership that a link is lost
 //   void Dial(const Node& node): makes the links to a node
 //   LinkPtr LinkTo(const Node& node): makes the first link of a node that will connect
 //   void NamePeer(const Node& node): gives a connected process its node id
@@ -167,7 +168,8 @@ class LinkVan : public Van, public OfAJob {
     return may_follow_ && job != 0 && !resumes;
   }
 
-  // Never blocks. Returns the bytes of the message's values, or -1 after Stop.
+  // Sends a message. Never blocks. Returns the number of bytes of the message's values, or -1 after
+  // Stop.
   int SendMsg(Message& msg) final {
     if (msg.meta.control.cmd == Control::TERMINATE) {
       inbox_.End();
@@ -208,8 +210,8 @@ class LinkVan : public Van, public OfAJob {
     }
   }
 
-  // Handles a received message. Data goes to its handler in this thread, control messages to the
-  // receiving thread. Throws Error if the peer may not send it.
+  // Handles a received message. Calls the data handler in this thread, and leaves control messages
+  // to the receiving thread. Throws Error if the peer may not send this message.
   void Deliver(Link* from, Message* msg, size_t bytes) {
     msg->meta.sender = from->peer();
     msg->meta.recver = my_id_;
@@ -227,8 +229,8 @@ class LinkVan : public Van, public OfAJob {
     inbox_.Put(std::move(event));
   }
 
-  // Tells the receiving thread that a link to node `id` is lost, after the messages received
-  // before.
+  // Queues the loss of a link to node `id` for the receiving thread, behind the messages that were
+  // received before.
   void PutLoss(int id, typename Peers::PeerPtr peer, LinkEnding ending) {
     Event event;
     event.is_loss = true;
@@ -255,10 +257,10 @@ class LinkVan : public Van, public OfAJob {
   struct Event {
     Message msg;
     size_t bytes = 0;
-    std::shared_ptr<Link> from;  // null: a message to itself, or a loss
+    std::shared_ptr<Link> from;  // null: a message of this node to itself, or a loss
     bool is_loss = false;
     int lost_id = Node::kEmpty;
-    typename Peers::PeerPtr lost;  // null: the process was gone before it was named
+    typename Peers::PeerPtr lost;  // null: the process was gone before it got a node id
     LinkEnding ending;
   };
 
@@ -267,7 +269,7 @@ class LinkVan : public Van, public OfAJob {
   JobNumber job_;
   std::atomic<int> my_id_{Node::kEmpty};
   Peers peers_;
-  VanInbox<Event> inbox_;  // its users are in SendMsg or Abandon; links live as long
+  VanInbox<Event> inbox_;  // threads in SendMsg or Abandon are its users, and may use links
 
  private:
   static int AsInt(size_t bytes) { return static_cast<int>(std::min<size_t>(bytes, 1 << 30)); }

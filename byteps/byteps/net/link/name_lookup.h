@@ -12,16 +12,16 @@
 
 namespace ps {
 
-// A name lookup in a thread of its own: it may take seconds, and the dialing thread serves other
-// connections.
+// A name lookup in a thread of its own, since a lookup may take seconds, and the thread that dials
+// also serves other connections.
 class NameLookup {
  public:
   using Found = std::map<std::string, std::vector<Address>>;
 
   NameLookup(const std::set<std::string>& hosts, int port);
 
-  // Returns true once finished. Adds the resolved names to `found`; sets `error` to the reason if a
-  // name failed.
+  // Returns whether the lookup has finished. If so, adds the resolved names to `found`, and sets
+  // `error` to the reason if a name did not resolve.
   bool Take(Found* found, std::string* error);
 
  private:

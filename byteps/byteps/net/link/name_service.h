@@ -1,4 +1,4 @@
-// NameService: resolves host names. Their addresses may change, or become known only later.
+// NameService: resolves host names. The addresses of a name may change, or become known only later.
 #ifndef BYTEPS_NET_LINK_NAME_SERVICE_H_
 #define BYTEPS_NET_LINK_NAME_SERVICE_H_
 
@@ -26,9 +26,9 @@ class NameService {
   // Returns all addresses of the host name. Blocks. Throws UnknownHost.
   virtual std::vector<Address> Find(const std::string& host, int port) = 0;
 
-  // Returns the system's resolver, or a test's. Thread-safe.
+  // Returns the resolver of the system, or of a test. Thread-safe.
   static std::shared_ptr<NameService> Get();
-  // Replaces the resolver. Null: back to the system's.
+  // Replaces the resolver. Null restores the resolver of the system.
   static void Set(std::shared_ptr<NameService> service);
 };
 

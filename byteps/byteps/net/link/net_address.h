@@ -32,18 +32,18 @@ std::vector<Address> Resolve(const std::string& host, int port);
 // Returns whether `host` is "" or a numeric address, so no name service is needed.
 bool IsNumeric(const std::string& host);
 
-// Returns the numeric local address that the kernel would use to reach `host`:`port`. Connects a
-// UDP socket, which sends nothing. So a node on several networks announces its address on the
-// network of the scheduler, without configuration. Throws UnknownHost if `host` does not resolve,
-// Error if there is no route.
+// Returns the numeric local address that the kernel would use to reach `host`:`port`. Sends
+// nothing: only connects a UDP socket. With this address a node on several networks announces its
+// address on the scheduler's network, without configuration. Throws UnknownHost if `host` does not
+// resolve, and Error if there is no route.
 std::string LocalAddressTowards(const std::string& host, int port);
 
 // Returns the first numeric address, IPv4 before IPv6, of the interface with exactly this name.
 // Otherwise throws Error with a list of the interfaces.
 std::string AddressOfInterface(const std::string& name);
 
-// Returns `host` if it is numeric, else the address that it resolves to, IPv4 first. Throws
-// UnknownHost.
+// Returns `host` if it is numeric. Otherwise returns an address that it resolves to, IPv4 before
+// IPv6. Throws UnknownHost.
 std::string NumericAddress(const std::string& host);
 
 // Returns the loopback address: "127.0.0.1", or "::1" without IPv4.

@@ -1,7 +1,7 @@
-// The NICs of this host, and the choice of those that a node uses.
+// The NICs of this host, and the choice of the NICs that a node uses.
 //
-// The scheduler and servers use all suitable NICs of the host. A worker uses those nearest to its
-// GPU: PCIe devices below the same switch first, then those of the same NUMA node.
+// The scheduler and servers use all suitable NICs of the host. A worker uses the NICs nearest to
+// its GPU: first those below the same PCIe switch, then those of the same NUMA node.
 #ifndef BYTEPS_NET_LINK_NICS_H_
 #define BYTEPS_NET_LINK_NICS_H_
 
@@ -22,13 +22,13 @@ constexpr size_t kMostNics = 32;
 // A network interface and one of its addresses.
 struct HostNic {
   std::string name;
-  std::string rdma;  // RDMA device of this interface; "": none
+  std::string rdma;  // name of this interface's RDMA device; "": it has none
   Nic nic;
   bool is_up = false;
-  bool is_device = false;  // a physical NIC, or a hypervisor's
-  // Its PCIe path from the root, "pci0000:15/0000:15:01.0/0000:16:00.0"; "": not on PCIe.
+  bool is_device = false;  // the NIC is physical, or a virtual device of a hypervisor
+  // PCIe path of the NIC from the root, "pci0000:15/0000:15:01.0/0000:16:00.0"; "": not on PCIe.
   std::string place;
-  int numa = -1;  // -1: unknown
+  int numa = -1;  // NUMA node of the NIC; -1: unknown
 };
 
 // Location of a PCIe device, such as a GPU.
@@ -39,14 +39,15 @@ struct DevicePlace {
 
 // Reads the interface `name` from `sysfs` ("/sys"). Does not set its address.
 HostNic ReadNic(const std::string& name, const std::string& sysfs);
-// Locates the PCIe device "0000:1b:00.0"; empty if there is none.
+// Locates the PCIe device with this bus id, "0000:1b:00.0". Returns an empty place if there is no
+// such device.
 DevicePlace ReadDevice(const std::string& bus_id, const std::string& sysfs);
 // Lists the interfaces of this host with an address that others can reach, one entry per address.
 std::vector<HostNic> ListNics(const std::string& sysfs = "/sys");
 // Returns the name of the interface with this address; "" if none has it.
 std::string InterfaceOf(const std::string& address);
 
-// Node for which NICs are chosen, and its settings.
+// A node for which NICs are chosen, and its settings.
 struct NicUser {
   // BYTEPS_NICS: "auto", or names of interfaces or RDMA devices, separated by commas.
   std::string setting;
@@ -54,7 +55,7 @@ struct NicUser {
   bool is_worker = false;
   bool only_own = false;  // use the NIC of `address` alone
   bool uses_rdma = false;
-  DevicePlace gpu;     // a worker's; empty: it has none
+  DevicePlace gpu;     // place of a worker's GPU; empty: it has no GPU
   int local_rank = 0;  // rank among the workers of this host
   int local_size = 1;
 };
@@ -64,19 +65,20 @@ struct ChosenNics {
   int host_mbps = 0;      // rate of all NICs that the nodes of this host use; 0: unknown
 };
 
-// Throws Error if the setting names an interface that this host lacks.
+// Chooses the NICs of a node from `there`, the NICs of this host. Throws Error if the setting names
+// an interface that this host lacks.
 ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user);
 
-// Describes this process, which is the node `self`.
+// Returns the description of this process, which is the node `self`.
 NicUser NicUserFor(const Node& self, const NicSettings& settings);
-// Returns ChosenNics::host_mbps for this process. If the node announces no list of NICs
-// (Node::nics): the rate of the NIC with its address.
+// Returns ChosenNics::host_mbps for this process, which is the node `self`. If the node announces
+// no list of NICs (Node::nics), returns the rate of the NIC with the node's address.
 int HostMbps(const Node& self, const NicSettings& settings);
 
-// Cores by NUMA node. Nodes without cores are missing.
+// Cores by NUMA node. NUMA nodes without cores are left out.
 using NumaNodes = std::map<int, std::set<int>>;
 
-// Reads the NUMA nodes from `sysfs`; empty if it lists none.
+// Reads the NUMA nodes from `sysfs`. The result is empty if `sysfs` lists none.
 NumaNodes ReadNumaNodes(const std::string& sysfs = "/sys");
 // Returns the cores that the calling thread may use.
 std::set<int> AllowedCores();
@@ -88,10 +90,11 @@ struct ThreadPlace {
   std::set<int> cores;  // cores of the node that this process may use
 };
 
-// Chooses a NUMA node for each of `threads` threads that together serve `nics`. A node gets threads
-// in proportion to the rate of its NICs, at least one. No thread is bound if the host has one node,
-// a NIC's node is unknown, there are fewer threads than nodes with NICs, or the process may use
-// fewer cores of a node than threads would run there.
+// Chooses a NUMA node for each of `threads` threads that together serve `nics`. A NUMA node gets
+// threads in proportion to the rate of its NICs, at least one. No thread is bound to a NUMA node if
+// the host has only one, if the NUMA node of a NIC is unknown, if there are fewer threads than NUMA
+// nodes with NICs, or if the process may use fewer cores of a NUMA node than threads would run
+// there.
 std::vector<ThreadPlace> PlaceThreads(const std::vector<HostNic>& nics, const NumaNodes& nodes,
                                       const std::set<int>& allowed, int threads);
 

@@ -10,14 +10,14 @@
 
 namespace ps {
 
-// An outage of a link: its deadline, and the reason if it is not over by then. It may span several
-// connections.
+// An outage of a link: its deadline, and the reason to report if the outage is not over by then. An
+// outage may span several connections.
 //
-// A new connection alone does not end the outage: a path may carry a greeting and nothing larger.
-// It ends when the peer has acknowledged something sent over the new connection, unless the
-// transport knows earlier that the connection works.
+// A new connection alone does not end the outage, since a path may carry a greeting and nothing
+// larger. The outage ends when the peer has acknowledged something sent over the new connection,
+// unless the transport knows earlier that the connection works.
 //
-// Not thread-safe: its owner locks it, or uses it in a single thread.
+// Not thread-safe: the link locks it, or uses it in a single thread.
 class OutageWatch {
  public:
   using Clock = LinkOutage::Clock;
@@ -25,20 +25,21 @@ class OutageWatch {
   // `reconnect_s`: BYTEPS_RECONNECT_TIMEOUT_S.
   explicit OutageWatch(double reconnect_s) : reconnect_s_(reconnect_s) {}
 
-  // The connection broke. The link may be without one for `patience`, of which `counted` has
-  // already passed in silence. `by_peer`: the peer closed it. If the previous outage is not over it
-  // continues, with the earlier of both deadlines. Returns whether the deadline has changed.
+  // The connection broke. The link may be without a connection for `patience`, of which `counted`
+  // has already passed in silence. `by_peer`: the peer closed the connection. If the previous
+  // outage is not over, it continues, with the earlier of the two deadlines. Returns whether the
+  // deadline has changed.
   bool Begin(const std::string& reason, LinkFault fault, bool by_peer, Clock::duration patience,
              Clock::duration counted);
 
   // There is a new connection, over which `again` messages are sent again. The peer is alive, so
   // the outage gets the full time.
   void AwaitProof(size_t again);
-  // The peer acknowledged something sent over the previous connection; this end had not received
-  // that before.
+  // The peer has acknowledged, over the new connection, messages that were sent over the previous
+  // connection. This proves that the previous connection worked.
   void HearProofOfTheLast();
-  // Call when the deadline has passed. Returns until when the newest connection may still prove
-  // itself. A time not after now: its chance is over.
+  // Call when the deadline has passed. Returns the time until which the newest connection may still
+  // prove that it works. If that time is not after now, the link is lost.
   Clock::time_point ChanceUntil() const;
   void PostponeTo(Clock::time_point deadline) { outage_.deadline = deadline; }
   // Notes how many bytes were sent over the new connection without any acknowledgement.
@@ -47,19 +48,19 @@ class OutageWatch {
   // Ends the outage. Returns how long the link had no connection.
   Clock::duration End();
 
-  // Returns why the link is lost. `last_error`: of the last attempt to connect; may be "".
+  // Returns why the link is lost. `last_error`: error of the last attempt to connect; may be "".
   std::string GivenUp(bool listener_gone, const std::string& last_error) const;
   std::string Refused(const std::string& refusal) const { return outage_.Refused(refusal); }
 
   // Returns whether the outage continues.
   bool lasts() const { return lasts_; }
-  // Returns whether there is a new connection that has not proved itself yet.
+  // Returns whether there is a new connection that has not proved yet that it works.
   bool awaits_proof() const { return awaits_proof_; }
   bool by_peer() const { return by_peer_; }
   Clock::time_point deadline() const { return outage_.deadline; }
   // Number of the outage, counted from 1.
   uint64_t number() const { return number_; }
-  // Messages sent again over the current connection.
+  // Number of messages that were sent again over the current connection.
   size_t again() const { return again_; }
 
  private:
@@ -70,7 +71,7 @@ class OutageWatch {
   bool by_peer_ = false;
   Clock::time_point longest_;  // the deadline if the peer is known to be alive
   bool awaits_proof_ = false;
-  bool continues_ = false;  // the last connection broke before it proved itself
+  bool continues_ = false;  // the last connection broke before it proved that it works
   Clock::time_point resumed_at_;
   size_t again_ = 0;
 };

@@ -1,10 +1,10 @@
 // PeerTable: the processes at the other ends of this node's links.
 //
-// A process that connects to this node is identified by its authenticated token (admission.h). It
-// gets its node id later: at the scheduler by being named, at a server by its own authenticated
-// claim. If a server connects to a server, the scheduler has announced it before: the table then
-// already has a link for it, and messages wait there. A process that this node connects to is
-// identified by its node id alone.
+// A process that connects to this node is identified by its authenticated token (admission.h). The
+// process gets its node id later: the scheduler assigns it, and a server takes it from the
+// process's authenticated claim. The scheduler announces a server that connects to another server:
+// so the table already has a link for it, on which messages wait. A process that this node connects
+// to is identified by its node id alone.
 #ifndef BYTEPS_NET_LINK_PEER_TABLE_H_
 #define BYTEPS_NET_LINK_PEER_TABLE_H_
 
@@ -24,26 +24,27 @@
 
 namespace ps {
 
-// End of a link, or of a connection that carried it.
+// End of a link, or of a connection that carried the link.
 struct LinkEnding {
   std::string reason;
-  bool by_peer = false;  // the peer ended it; this side knows no other reason
+  bool by_peer = false;  // the peer ended the link; this side knows no other reason
   bool orderly = false;  // the peer said goodbye, or this side closed it on purpose
 };
 
 // State of a link, from which BestOf chooses the link of the next message.
 struct LinkLoad {
-  bool is_open = false;    // it can carry messages now
-  bool is_closed = false;  // it will never carry messages again
+  bool is_open = false;    // the link can carry messages now
+  bool is_closed = false;  // the link will never carry messages again
   size_t queued_bytes = 0;
-  size_t in_flight_bytes = 0;  // written, but not acknowledged
+  size_t in_flight_bytes = 0;  // bytes written and not acknowledged
   uint64_t nics = 0;           // identifies the pair of NICs
   double bytes_per_ns = 0;     // rate at which the peer takes bytes; 0: unknown
 
   size_t bytes() const { return queued_bytes + in_flight_bytes; }
 };
 
-// Returns whether the rates of two links differ so much that their queues should too.
+// Returns whether the rates of two links differ so much that the faster link should get a longer
+// queue.
 inline bool DifferInRate(const LinkLoad& a, const LinkLoad& b) {
   constexpr double kUneven = 2;  // rates are measured: smaller differences count as equal
   const auto [low, high] = std::minmax(a.bytes_per_ns, b.bytes_per_ns);
@@ -60,10 +61,11 @@ inline bool IsBetter(const LinkLoad& load, const LinkLoad& than) {
   return load.nics != than.nics && load.in_flight_bytes < than.in_flight_bytes;
 }
 
-// Returns the link with the fewest queued bytes; a broken link only if all are broken. If nothing
-// is queued the kernel may still hold much, so links over different NICs are compared by bytes in
-// flight, and links of different rates by when they would be done. So each NIC carries what its
-// rate allows. Returns null if all are closed. `links` may contain nulls.
+// Returns the link with the fewest queued bytes, and a broken link only if all links are broken.
+// Compares links over different NICs by bytes in flight, since the kernel may hold many bytes while
+// nothing is queued. Compares links of different rates by the time at which they would have sent
+// everything. So each NIC carries what its rate allows. Returns null if all links are closed.
+// `links` may contain nulls.
 template <typename Link>
 std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
   // Shortcut: a single link needs no comparison, and no lock to read its load.
@@ -81,8 +83,8 @@ std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
   return best == nullptr ? nullptr : *best;
 }
 
-// Link has `PeerIdentity identity`, load(), closed(), peer() and set_peer(). These must not take a
-// lock under which the table is called. Thread-safe.
+// Link has `PeerIdentity identity`, load(), closed(), peer() and set_peer(). These functions must
+// not take a lock under which the table is called. Thread-safe.
 template <typename Link>
 class PeerTable {
  public:
@@ -90,7 +92,7 @@ class PeerTable {
   using Links = std::vector<LinkPtr>;
   static constexpr int kPlanes = 2;
 
-  // A process at the other end of links. In the table it is guarded by the table's lock.
+  // A process at the other end of links. The table's lock guards peers in the table.
   struct Peer {
     int id = Node::kEmpty;
     std::array<Links, kPlanes> links;  // by plane and index; null: no such link
@@ -115,7 +117,7 @@ class PeerTable {
     by_id.swap(by_id_);
   }
 
-  // Adds a peer that this node connects to; its id is set.
+  // Adds a peer that this node connects to. The peer's id must be set.
   void Add(PeerPtr peer) {
     MutexLock lock(&mu_);
     by_id_[peer->id] = std::move(peer);
@@ -131,7 +133,7 @@ class PeerTable {
     by_token_[who.token] = peer;
     by_id_[id] = std::move(peer);
   }
-  // Returns whether this process was announced as this node.
+  // Returns whether the process with this token was announced as node `id`.
   bool Expects(uint64_t token, int id) {
     MutexLock lock(&mu_);
     const auto it = by_token_.find(token);
@@ -141,15 +143,15 @@ class PeerTable {
   struct Admitted {
     std::string refusal;
     LinkPtr link;      // null: refused
-    LinkPtr replaced;  // the previous link in its place
+    LinkPtr replaced;  // the link that `link` replaces; null: none
   };
   // Policy for a peer that asks again for an existing link, without resuming it.
   enum class Again {
-    kTakesTheLink,  // it gets the same link: it has not heard that it was accepted before
-    kMakesAnother,  // it gets a new link: it asks again only after it gave up the old one
+    kTakesTheLink,  // the peer gets the same link: it may not know that it was accepted before
+    kMakesAnother,  // the peer gets a new link: it asks again only after it gave up the old one
   };
-  // Returns the link for an applicant that ReasonToRefuse accepts. If there is none, calls
-  // `make(id)` for a new one, with the lock held.
+  // Returns the link for an applicant that ReasonToRefuse accepts. If there is no link, makes one
+  // by `make(id)`, with the lock held.
   template <typename Make>
   Admitted Admit(const Applicant& applicant, bool is_scheduler, Again again, const Make& make) {
     Admitted admitted;
@@ -236,16 +238,16 @@ class PeerTable {
     return loss;
   }
 
-  // Returns whether another process has taken over the lost process's id. Then the node is not
-  // lost.
+  // Returns whether another process has taken over the id of the lost process. If so, the node is
+  // not lost.
   bool IsReplaced(int id, const PeerPtr& lost) {
     MutexLock lock(&mu_);
     const auto it = by_id_.find(id);
     return it != by_id_.end() && it->second != lost;
   }
 
-  // Takes the id away from its process; losing its links is no longer a loss. The caller closes the
-  // returned links.
+  // Takes the id away from its process. The end of the process's links is then no longer reported
+  // as a loss. The caller closes the returned links.
   Links Forget(int id) {
     MutexLock lock(&mu_);
     const auto it = by_id_.find(id);
@@ -256,12 +258,13 @@ class PeerTable {
     return LinksOf(*peer);
   }
 
-  // Returns the link for the next message, or null. Uses plane 0 if the peer has no links of this
-  // plane.
+  // Returns the link for the next message to node `id`, or null. Uses plane 0 if the peer has no
+  // links of this plane.
   LinkPtr Choose(int id, int plane) {
     return Choose(id, plane, [](Link&) { return false; });
   }
-  // Prefers the first link for which `is_meant(link)` is true, if there are several.
+  // The same, but prefers the first link for which `is_meant(link)` is true, if there are several
+  // links.
   template <typename IsMeant>
   LinkPtr Choose(int id, int plane, const IsMeant& is_meant) {
     MutexLock lock(&mu_);
@@ -332,7 +335,7 @@ class PeerTable {
     return false;
   }
 
-  // Returns whether this id is taken by another process, or this process has another id.
+  // Returns whether another process has this id, or `peer` has another id.
   bool IsAnothers(int id, const PeerPtr& peer) const PS_REQUIRES(mu_) {
     const auto known = by_id_.find(id);
     if (known != by_id_.end() && known->second != peer) return true;

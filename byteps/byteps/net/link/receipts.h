@@ -11,8 +11,8 @@
 
 namespace ps {
 
-// Received messages of a link, and when to acknowledge them. The sender keeps each message until
-// then (replay_log.h) and may delay others.
+// Received messages of a link, and when to acknowledge them. The sender keeps a message until it is
+// acknowledged (replay_log.h), and may delay later messages until then.
 //
 // Every frame that is sent carries an acknowledgement. A frame for the acknowledgement alone is
 // sent at once after many bytes or messages, otherwise within kSoon.
@@ -39,8 +39,8 @@ class Receipts {
 
   enum class Tell { kNothing, kNow, kSoon };
 
-  // Returns what to do when there is nothing more to read for now. After kSoon, call IsDue kSoon
-  // later.
+  // Returns what to do when there is nothing more to read for now. If the result is Tell::kSoon,
+  // call IsDue after the time kSoon.
   Tell Next() {
     BPS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
                   std::to_string(told_) + " of " + std::to_string(received_));

@@ -34,7 +34,7 @@ class Redial {
     nobody_listens_ = nobody_listens;
     last_error_ = error;
   }
-  // The obstacle will pass soon: the next pause is the shortest.
+  // The reason of the failure will soon be gone: the next pause is the shortest.
   void Hurry() { pause_ = first_; }
   void Succeeded() { nobody_listens_ = false; }
 
@@ -48,7 +48,7 @@ class Redial {
   // Result of the last attempt.
   bool nobody_listens() const { return nobody_listens_; }
   const std::string& last_error() const { return last_error_; }
-  // Returns whether the process that listened there has ended.
+  // Returns whether the process that listened at the peer's address has ended.
   bool IsListenerGone(Clock::time_point now) const {
     return nobody_listens_ && now - gone_since_ >= kListenerGoneTime;
   }

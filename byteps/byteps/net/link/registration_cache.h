@@ -8,21 +8,24 @@
 
 namespace ps {
 
-// Cache of memory that is sent from or received into repeatedly.
+// Cache of registrations of memory that is sent from or received into repeatedly.
 //
 // Some transports must register memory with a device before use, which takes as long as sending it.
-// The owner of reused memory adds it here; a transport then registers it once, at its first use.
+// The owner of memory that is reused adds the memory to the cache; a transport then registers it
+// once, at its first use.
 //
-// A registration holds pages, not addresses: using it for other memory that later lies at the same
-// address would send old pages. So owners must add all memory that values are sent from or received
-// into, each allocation anew. Older entries that it overlaps must have been freed, and are dropped.
+// A registration holds pages, not addresses. If other memory later lies at the same address, an old
+// registration would send the old pages. So owners must add all memory that values are sent from or
+// received into, and add each allocation anew. Older entries that overlap a new one must have been
+// freed, and are dropped.
 //
 // Thread-safe.
 class RegistrationCache {
  public:
   // Adds one allocation. Pass the returned number to Remove before freeing the memory.
   static uint64_t Add(const void* address, size_t bytes);
-  // Does nothing if the entry was dropped already. A message in flight keeps its registration.
+  // Removes the entry of this number, unless it was dropped already. A message in flight keeps its
+  // registration.
   static void Remove(uint64_t number);
 
   // ----- for transports
@@ -31,9 +34,10 @@ class RegistrationCache {
   // Registers memory. Returns null or throws on failure.
   using Register = std::function<Registration(const void* address, size_t bytes)>;
 
-  // Returns the registration of the allocation that contains all these bytes. Null if no allocation
-  // does, or registering failed (it is tried once). Without `make` it returns at once, null also if
-  // the memory is not registered yet.
+  // Returns the registration of the allocation that contains all these bytes, and makes it by
+  // `make` if there is none yet. Returns null if no allocation contains the bytes, or if
+  // registering failed (it is tried once). Without `make`, returns null also if the memory is not
+  // registered yet.
   static Registration Find(const void* address, size_t bytes, const Register& make);
   // Drops all registrations. The allocations stay known.
   static void ForgetRegistrations();
@@ -43,11 +47,12 @@ class RegistrationCache {
   static void CountRegistration();
 };
 
-// Destination of unwanted values.
+// Returns the destination that stands for unwanted values.
 //
-// A place_for handler returns it to refuse values: a TCP transport then reads and drops them
-// without memory. The message arrives with one empty value and its size in meta.data_size. The same
-// happens if no memory was available for the values.
+// A place_for handler returns Nowhere() to refuse values: a TCP transport then reads and drops the
+// values, and needs no memory for them. The message arrives with one empty value, and with the
+// number of dropped bytes in meta.data_size. The same happens if no memory was available for the
+// values.
 inline char* Nowhere() {
   static char nowhere;
   return &nowhere;

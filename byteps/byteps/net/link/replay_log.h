@@ -12,16 +12,16 @@ namespace ps {
 
 // Log of the messages sent over a link that may have to be sent again.
 //
-// Messages are numbered in the order in which the link accepts them: a socket accepts all bytes of
-// a message, a device the request that completes it. A link delivers in this order, so a count of
-// received messages identifies them. After a link breaks, the peer tells its count over the next
-// connection, and the missing messages are sent again before any other. So each message arrives
-// exactly once.
+// Messages are numbered in the order in which the link accepts them. A link has accepted a message
+// when a socket has taken all its bytes, or a device has taken its last request. A link delivers in
+// this order, so a count of received messages says which messages have arrived. After a link
+// breaks, the peer tells its count over the next connection, and this side sends the missing
+// messages again before any other. So each message arrives exactly once.
 //
-// Messages sent again get new numbers, in the order in which they are accepted this time: a device
-// may complete a small message before a large one that began earlier.
+// Messages that are sent again get new numbers, in the order in which they are accepted this time,
+// which may differ: a device may complete a small message before a large one that began earlier.
 //
-// Not thread-safe: its owner locks it.
+// Not thread-safe: the link locks it.
 //
 // T is a pointer that owns a message. Arrived messages are moved to the caller's list, to be
 // destroyed without the lock: their owners may send.
@@ -34,13 +34,15 @@ class ReplayLog {
     ++sent_;
   }
 
-  // Messages accepted since the beginning. A repeated message counts once.
+  // Number of messages that the link has accepted since the beginning. A message that was sent
+  // again counts once.
   uint64_t sent() const { return sent_; }
   uint64_t arrived() const { return arrived_; }
-  // Returns whether everything sent has arrived.
+  // Returns whether all sent messages have arrived.
   bool empty() const { return in_flight_.empty(); }
 
-  // The peer has received this many messages. Throws Error if that is impossible.
+  // The peer has received `received` messages. Moves the messages that have arrived to `arrived`.
+  // Throws Error if the number is impossible.
   template <typename List>
   void Arrived(uint64_t received, List* arrived) {
     if (received < arrived_ || received > sent_) {
@@ -59,9 +61,9 @@ class ReplayLog {
             " were sent and " + std::to_string(received) + " have arrived");
   }
 
-  // Starts over with a new connection; the peer has received this many messages. Returns the
-  // missing ones, in order: send them before any other. Throws as Arrived does, and then changes
-  // nothing.
+  // There is a new connection, and the peer has received `received` messages. Returns the messages
+  // that the peer is missing, in order: send them before any other. Throws as Arrived does, and
+  // then changes nothing.
   template <typename List>
   std::deque<T> Resume(uint64_t received, List* arrived) {
     Arrived(received, arrived);
@@ -69,7 +71,7 @@ class ReplayLog {
     return std::exchange(in_flight_, {});
   }
 
-  // Returns everything in flight of a link that ends for good.
+  // Returns the messages in flight, when the link ends for good.
   std::deque<T> TakeAll() { return std::exchange(in_flight_, {}); }
 
  private:

@@ -8,14 +8,14 @@
 
 namespace ps {
 
-// Combined NICs of a server.
+// The NICs of a server, taken together.
 struct ServerNics {
-  int mbps = 0;         // 0: unknown
+  int mbps = 0;         // rate of all NICs; 0: unknown
   int numa_nodes = 0;   // number of NUMA nodes with these NICs
   std::set<int> cores;  // cores of these NUMA nodes; empty: unknown
 
-  // Describes the NICs of a server at this address of the host. Throws Error if BYTEPS_NICS names
-  // others than there are.
+  // Returns the NICs of a server at this address of the host. Throws Error if BYTEPS_NICS names a
+  // NIC that the host does not have.
   static ServerNics At(const std::string& address, const NicSettings& settings);
 };
 

@@ -9,12 +9,12 @@
 
 namespace ps {
 
-// Delivers the events of a job to its process. Checks that a job ends only once. Thread-safe.
+// Delivers the events of a job to this process. Checks that a job ends only once. Thread-safe.
 class Announcer {
  public:
   using Listener = std::function<void(const MembershipEvent&)>;
 
-  // `listener` may be empty.
+  // `listener` gets the events; it may be empty.
   explicit Announcer(Listener listener);
 
   void Tell(const MembershipEvent& event);

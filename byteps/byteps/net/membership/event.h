@@ -1,4 +1,4 @@
-// Events that membership delivers to its process, and the nodes in them.
+// Events that membership delivers to its process, and the descriptions of nodes in events.
 #ifndef BYTEPS_NET_MEMBERSHIP_EVENT_H_
 #define BYTEPS_NET_MEMBERSHIP_EVENT_H_
 
@@ -17,8 +17,8 @@ struct Node;
 struct NodeInfo {
   byteps::core::Role role = byteps::core::Role::kServer;
   int id = -1;
-  std::string address;  // "10.0.0.2:40123"; a worker's has no port, since it does not listen
-  int nics = 1;         // number of NICs for its data
+  std::string address;  // "10.0.0.2:40123"; without a port for a worker, which does not listen
+  int nics = 1;         // number of NICs over which the node sends data
 };
 NodeInfo InfoOf(const Node& node);
 // Returns "10.0.0.2:40123", or "10.0.0.2:40123 on 2 NICs".
@@ -30,15 +30,15 @@ constexpr size_t kMaxReport = 1024;
 struct MembershipEvent {
   enum Kind {
     kFailed,    // the job cannot continue; `reason` says why
-    kNodeLeft,  // to servers and the scheduler: the worker of `rank` left, and sends nothing more
-    kEnded,     // all workers left; `suspended`: they will come back
-    kReported,  // scheduler: `node` (only its id is set) sent `report`
+    kNodeLeft,  // on servers and the scheduler: the worker of `rank` left, and sends nothing more
+    kEnded,     // all workers left; `suspended`: the workers will come back
+    kReported,  // on the scheduler: `node` sent `report`; of `node` only the id is set
     kListens,   // this process is `node`, and accepts connections
     kWelcomed,  // the scheduler admitted this process as `node`; other nodes may be missing
-    kAdmitted,  // scheduler: `node` joined; the numbers below describe the job now
-    kComplete,  // scheduler: all nodes are present
+    kAdmitted,  // on the scheduler: `node` joined; the numbers below describe the job now
+    kComplete,  // on the scheduler: all nodes are present
     kReplicas,  // `replicas` has changed
-    kAwaited,   // to a worker: others wait for its push of `round` of the tensor `report`
+    kAwaited,   // on a worker: other workers wait for its push of `round` of the tensor `report`
     // Sent to workers, the scheduler, and with backups (MembershipSettings) to servers.
     // kServerLost: the server of `rank` is lost, for `reason`, and the job waits for a replacement.
     // kServerReplaced: the replacement is there, and neighbors may send to it. A new server gets
@@ -49,10 +49,11 @@ struct MembershipEvent {
   Kind kind;
   int rank = -1;
   bool suspended = false;
-  // kFailed on a scheduler that continues: the generation that it waits for. 0: none.
+  // For kFailed on a scheduler that keeps the cluster: the generation that it waits for; otherwise
+  // 0.
   int next_incarnation = 0;
   std::string reason;
-  // Source location that found the failure.
+  // Source location at which the failure was found.
   const char* file = "";
   int line = 0;
   NodeInfo node;
@@ -69,9 +70,9 @@ struct MembershipEvent {
 
 // A worker's reasons for leaving.
 struct Farewell {
-  bool suspend = false;  // it will come back
-  std::string failure;   // why its process ends, unless its work is done
-  std::string error;     // the first failed operation of a process that continued
+  bool suspend = false;  // the worker will come back
+  std::string failure;   // why the worker's process ends; "" if its work is done
+  std::string error;     // error of the worker's first failed operation; "" if none has failed
 };
 
 // The scheduler's view of the job.
@@ -79,13 +80,13 @@ struct JobView {
   enum Phase { kGathering, kRunning, kFailed, kEnded };
   struct Peer {
     NodeInfo node;
-    double silent_s = 0;  // seconds since its last message
+    double silent_s = 0;  // seconds since the peer's last message
     bool left = false;
   };
   Phase phase = kGathering;
   int incarnation = 1;
-  std::string failure;  // failure of this generation; while gathering, of the previous one
-  int workers = -1;     // number the job should have; -1: not known yet
+  std::string failure;  // failure of this generation or, while gathering, of the previous one
+  int workers = -1;     // number that the job should have, as `servers`; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;
   std::string missing;   // while gathering: "worker 3, worker 7, 2 servers"

@@ -22,8 +22,8 @@ class HeartbeatThread {
 
   // Callbacks; the thread calls them without a lock.
   struct Tasks {
-    // Returns when to call `on_due`; time_point::max(): not yet. Empty: nothing to watch now, and
-    // the thread sleeps until Wake.
+    // Returns the time at which to call `on_due`; time_point::max() if no task is due at any time.
+    // Returns nothing if there is nothing to watch now: the thread then sleeps until Wake.
     std::function<std::optional<Clock::time_point>()> next_due;
     std::function<void(Clock::time_point now)> on_due;
     // Called at each heartbeat.

@@ -11,12 +11,12 @@
 namespace ps {
 namespace membership {
 
-// Senders of messages that they must not send. Thread-safe.
+// Nodes that have sent messages which they must not send. Thread-safe.
 class IgnoredSenders {
  public:
   // Logs a warning for a sender's first such message. `name_of` names the node of an id.
   void Add(const Message& msg, const std::function<std::string(int)>& name_of);
-  // Forgets all senders: the ids will belong to other nodes.
+  // Forgets all senders, since their ids will belong to other nodes.
   void Clear();
 
  private:

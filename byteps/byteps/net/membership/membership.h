@@ -1,19 +1,19 @@
 // Membership of the job: admission, liveness, departure.
 //
-// The scheduler alone decides. It admits or refuses each node, tells all nodes when the job is
-// complete, watches each node's connection and heartbeats, and tells the others when a node is lost
-// or has left. The other nodes watch only the scheduler. So all survivors report the same reason
-// for a loss.
+// The scheduler alone decides. It admits or refuses nodes, tells all nodes when the job is
+// complete, watches the connections and heartbeats of all nodes, and tells the remaining nodes when
+// a node is lost or has left. Workers and servers watch only the scheduler. So all survivors report
+// the same reason for a loss.
 //
 //   node                              scheduler
 //    | -- ADD_NODE (role, rank, counts) --> |  checks, assigns an id
 //    | <-- WELCOME (id) or REFUSED (why) -- |  a probe always gets REFUSED, with the answer
 //    | <-- ADD_NODE (servers, to workers) - |  once all have registered; with the slowest worker's
 //    |                                      |  link rate; with backups to servers: their neighbors
-//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  until the job ends; a node's may carry a
-//    |                                      |  report on the node (SetReporter)
-//    | -- ADD_NODE (account) -------------> |  after a scheduler died, to the next: what the
-//    |                                      |  node knows of the job (words.h)
+//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  until the job ends; a node's heartbeat may carry
+//    |                                      |  a report on the node (SetReporter)
+//    | -- ADD_NODE (account) -------------> |  to the scheduler that replaces a dead one: what
+//    |                                      |  the node knows of the job (words.h)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker's work is done
@@ -23,7 +23,7 @@
 //    |                                      |  batched over some milliseconds
 //    | <-- JOB_END (finish | suspend) ----- |  to servers, when no worker is left
 //    | <-- MEMBERS (replicas) ------------- |  to all: a replica was removed, or comes back
-//    | -- MEMBERS (epoch) ----------------> |  a server has applied all changes up to it
+//    | -- MEMBERS (epoch) ----------------> |  a server has applied all changes up to this epoch
 //    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between steps
 //    | -- MEMBERS (left-known) -----------> |  a server knows a NODE_LEFT, if a scheduler may
 //    |                                      |  return; the worker is dismissed then
@@ -37,18 +37,18 @@
 // use the roster of nodes (roster.h), the messages (words.h), the heartbeat thread, and the
 // process's events (event.h).
 //
-// All times are of AwakeClock. A process that was suspended gives its peers time to be heard before
-// it calls them lost, and reports its own pause (base/process.h).
+// All times are measured by AwakeClock. A process that was suspended gives its peers time to be
+// heard before it calls them lost, and reports its own pause (base/stall_watch.h).
 //
 // After a suspended job the scheduler forgets the nodes and admits those of the next job. The first
 // worker that comes then sets the number of workers.
 //
-// Generations: a scheduler that keeps the cluster (MembershipSettings::keep) does the same after a
-// failure. It tells all nodes, closes their connections, forgets them, and admits the nodes of the
-// job's next generation. The generation is part of the job's number, which both ends of a new
+// Generations: a scheduler that keeps the cluster (MembershipSettings::keep) also starts over after
+// a failure. It tells all nodes, closes their connections, forgets them, and admits the nodes of
+// the job's next generation. The generation is part of the job's number, which both ends of a new
 // connection prove, so a connection belongs to one generation. Messages over older connections are
-// dropped. A node that comes before the scheduler has ended the old generation is told to come
-// again.
+// dropped. If a node comes before the scheduler has ended the old generation, the scheduler tells
+// it to come again.
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 
@@ -69,13 +69,14 @@ namespace ps {
 class NodeMembership;
 class SchedulerMembership;
 
-// Thrown if the scheduler has no room for this node yet. The caller may Join again, with a new
-// NodeMembership.
+// Thrown if the scheduler has no place for this node yet. The caller may make a new NodeMembership
+// and call Join again.
 struct ComeAgain : public Error {
   using Error::Error;
 };
 
-// Thrown if the job failed while its nodes gathered, after the scheduler had admitted this node.
+// Thrown if the job failed before all its nodes had joined, after the scheduler had admitted this
+// node.
 struct JobFailed : public Error {
   using Error::Error;
 };
@@ -85,7 +86,8 @@ struct NoAnswer : public Error {
   using Error::Error;
 };
 
-// Thrown by a probe that the scheduler would admit (MembershipSettings::probe).
+// Thrown by Join if this node only asks whether the scheduler would admit it
+// (MembershipSettings::probe), and the scheduler would.
 struct WouldBeAdmitted : public Error {
   using Error::Error;
 };
@@ -96,42 +98,44 @@ class Membership {
   // the van.
   using Listener = Announcer::Listener;
 
-  // Makes the scheduler's or a node's side, by the settings. `links` must outlive it.
+  // Makes the scheduler's side or a node's side, as the settings say. `links` must outlive the
+  // result.
   static std::unique_ptr<Membership> Make(MembershipLinks* links,
                                           const MembershipSettings& settings, Listener listener);
   virtual ~Membership() = default;
 
-  // The concrete side; null if this is the other side.
+  // Return this object as its concrete class; null if it is of the other class.
   virtual SchedulerMembership* AsScheduler() { return nullptr; }
   virtual NodeMembership* AsNode() { return nullptr; }
 
-  // Call once, when the links listen. Returns at once on the scheduler, on a node when the job is
-  // complete; see there.
+  // Joins the job. Call once, when the links listen. Returns at once on the scheduler. On a node,
+  // returns when the job is complete (NodeMembership::Join).
   virtual void Join() = 0;
 
-  // Fails the job because this server or scheduler "was `how`", e.g. "stopped by SIGTERM". Returns
-  // when all nodes are told, within a few seconds. Before the first worker has come, the scheduler
-  // just forgets the server.
+  // Fails the job, because this server or scheduler "was `how`", e.g. "stopped by SIGTERM". Returns
+  // when all nodes have been told, within a few seconds. If no worker has come yet, there is no job
+  // to fail, and the scheduler just forgets this server.
   virtual void StopByOrder(const std::string& how) = 0;
 
-  // Returns whether the job has begun and has workers. Workers that are told to stop may save their
-  // state first, and need the scheduler and all servers for it.
+  // Returns whether the job has begun and has workers. The scheduler and servers should not stop
+  // while it has: workers that are told to stop may first save their state, which needs all of
+  // them.
   virtual bool HasWorkers() = 0;
 
   // Ends the heartbeat thread. Nothing is sent or reported afterwards.
   virtual void Stop() = 0;
 
-  // Handles a control message. A message that its sender must not send is ignored, with a warning
-  // for each sender's first. Called by the receiving thread.
+  // Handles a control message. Ignores a message that its sender must not send, with a warning for
+  // the first such message of each sender. Called by the receiving thread.
   virtual void Handle(const Message& msg) = 0;
 
   // The connection to `node_id` closed. Called by the receiving thread.
   virtual void OnDisconnect(int node_id) = 0;
 
-  // A connection to `node_id` broke for the reason `how`, but its process may be alive. The
-  // scheduler's own news of that process has priority; without any, this node reports the loss and
-  // the job fails. `closed`: the peer closed the connection, so its own reason has priority too.
-  // Called by the receiving thread.
+  // A connection to `node_id` broke for the reason `how`, but the process at its other end may be
+  // alive. This node waits a moment for the scheduler's news of that process. If there is none,
+  // this node reports the loss, and the job fails. `closed`: the peer closed the connection, so
+  // this node also waits for the peer's own reason. Called by the receiving thread.
   virtual void OnLinkLost(int node_id, const std::string& how, bool closed) = 0;
 
   // Returns "worker 1 (10.0.0.3:41234)", without the address while unknown.
@@ -146,8 +150,8 @@ void Send(MembershipLinks* links, Control::Command command, int recver,
 // Returns "scheduler (10.0.0.1:9000)".
 std::string NameOfScheduler(const MembershipLinks& links);
 
-// Returns whether a node of role `from` may send this command to one of role `to`. `body`: the
-// message's.
+// Returns whether a node of role `from` may send this command to a node of role `to`. `body`: body
+// of the message.
 bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std::string& body);
 
 // Returns "JOB_END".

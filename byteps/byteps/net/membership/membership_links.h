@@ -17,17 +17,18 @@ class MembershipLinks {
   virtual const Node& scheduler() const = 0;
   // Sets this node's record, with the id that the scheduler gave it.
   virtual void SetSelf(const Node& node) = 0;
-  // Connects to `node`, or gives an id to the process that connected as `node`. For the scheduler,
-  // if connected: takes note of its NICs.
+  // Connects to `node`, or gives an id to the process that has connected as `node`. If `node` is
+  // the scheduler, and is connected already, takes note of its NICs.
   virtual void Connect(const Node& node) = 0;
-  // Closes the connection once everything queued is sent. A server closes it at once, and another
-  // process may then take this id.
+  // Closes the connection once all queued messages are sent. On a server, closes the connection at
+  // once, and another process may then take this id.
   virtual void Disconnect(int node_id) = 0;
-  // Never blocks. A message that cannot be sent is dropped; OnLinkLost gives the reason.
+  // Sends a message. Never blocks. Drops a message that cannot be sent; Membership::OnLinkLost gets
+  // the reason.
   virtual void Send(Message* msg) = 0;
   // Returns why the last attempt to connect to the scheduler failed; "" if unknown.
   virtual std::string DialError() { return ""; }
-  // Returns whether links to this node are broken right now. The membership may not know it yet.
+  // Returns whether links to this node are broken right now, perhaps before the membership knows.
   virtual bool IsBroken(int /*node_id*/) { return false; }
   // Rate of the NICs that the nodes of this host use, in Mbit/s; 0: unknown.
   virtual int host_mbps() const { return 0; }

@@ -1,5 +1,5 @@
-// NodeMembership: the side of a worker or server. Joins the job, sends heartbeats and reports of
-// broken links, watches the scheduler, and follows its messages.
+// NodeMembership: membership of a worker or server. Joins the job, sends heartbeats and reports of
+// broken links, watches the scheduler, and follows the scheduler's messages.
 #ifndef BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
 
@@ -32,10 +32,10 @@ class NodeMembership : public Membership {
 
   NodeMembership* AsNode() override { return this; }
 
-  // Registers, and blocks until every node has. Throws Error if the scheduler refuses or gives up,
-  // NoAnswer if it does not answer, ComeAgain if it may admit this node later, and JobFailed if the
-  // job failed after this node was admitted. A probe always ends with one of these or with
-  // WouldBeAdmitted.
+  // Registers this node, and blocks until every node has registered. Throws Error if the scheduler
+  // refuses this node or gives up, NoAnswer if the scheduler does not answer, ComeAgain if the
+  // scheduler may admit this node later, and JobFailed if the job failed after this node was
+  // admitted. A probe (MembershipSettings::probe) always throws one of these, or WouldBeAdmitted.
   void Join() override;
   void StopByOrder(const std::string& how) override;
   bool HasWorkers() override;  // false once the scheduler has announced that none is left
@@ -47,26 +47,27 @@ class NodeMembership : public Membership {
   // Returns the address by which others know a node; "" if it is not in the job.
   std::string HostOf(int node_id);
 
-  // Leaves the job, as a worker. Waits a few seconds for the answer. A failure fails the job for
-  // all nodes. If the scheduler keeps the cluster, an error does too: a worker whose work is
-  // incomplete is started again.
+  // Leaves the job, as a worker. Waits a few seconds for the answer. Farewell::failure fails the
+  // job for all nodes. If the scheduler keeps the cluster, Farewell::error does so too, since a
+  // worker whose work is incomplete is started again.
   void Leave(const Farewell& farewell);
 
-  // Sends the scheduler a message about a replica (docs/design/replicas.md). A Late message gets
-  // the epoch of the replica changes that this node knows.
+  // Sends the scheduler a message about a replica (docs/design/replicas.md). Sets the epoch of a
+  // Late message to the latest that this node knows.
   void SayOfReplica(membership::MemberWord word);
 
-  // Attaches the result of `report` to each heartbeat, at most kMaxReport bytes. The heartbeat
-  // thread calls it without a lock; it is not called after Stop.
+  // Attaches the result of `report`, at most kMaxReport bytes, to each heartbeat. The heartbeat
+  // thread calls `report`, without a lock, and not after Stop.
   void SetReporter(std::function<std::string()> report);
 
-  // After Join, on a worker: rate of the slowest worker's NIC, in Mbit/s each way; 0 if any is
-  // unknown. Equal on all workers.
+  // Rate of the slowest worker's NIC, in Mbit/s each way; 0 if the rate of any worker's NIC is
+  // unknown. Equal on all workers. Call after Join, on a worker.
   int link_mbps();
-  // After Join, on a worker: whether its replica has come to a running job, and takes no part until
-  // it is admitted.
+  // Whether this worker's replica has come to a running job. The replica then takes no part in sums
+  // until it is admitted. Call after Join, on a worker.
   bool is_late();
-  // Returns whether the scheduler is away, or has returned and may still wait for nodes.
+  // Returns whether the scheduler has died and may return, or has returned and may still wait for
+  // nodes.
   bool lacks_scheduler();
 
  private:
@@ -78,7 +79,7 @@ class NodeMembership : public Membership {
     // The type that Join throws: Error or JobFailed, ComeAgain, NoAnswer, WouldBeAdmitted.
     enum Kind { kFinal, kComeAgain, kNoAnswer, kWouldBeAdmitted } kind = kFinal;
     std::string reason;
-    const char* file = "";  // source location that found it
+    const char* file = "";  // source location at which the failure was found
     int line = 0;
   };
 
@@ -91,7 +92,7 @@ class NodeMembership : public Membership {
   // A broken connection to another node.
   struct BrokenLink {
     std::string how;
-    Clock::time_point due;  // news from others have priority until then
+    Clock::time_point due;  // until then this node waits for others' news of the peer
     bool reported = false;
   };
 
@@ -111,10 +112,10 @@ class NodeMembership : public Membership {
     std::string farewell;
     bool ready = false;
     std::optional<membership::Admit> admit;
-    // Other requests. Dropped when the scheduler answers a heartbeat sent after them: it has then
-    // handled them.
+    // Other requests. They are dropped when the scheduler answers a heartbeat that was sent after
+    // them, since it has handled them by then.
     std::vector<std::string> words;
-    std::optional<size_t> marked;  // number sent before the last heartbeat
+    std::optional<size_t> marked;  // number of `words` that were sent before the last heartbeat
   };
 
   bool InJob() const PS_REQUIRES(mu_) {
@@ -122,7 +123,7 @@ class NodeMembership : public Membership {
   }
   // Changes kJoining or kActive to another state, and wakes all waiting threads.
   void Enter(State state) PS_REQUIRES(mu_);
-  // `file` and `line`: the caller, which found the failure.
+  // Fails the job. `file` and `line`: source location at which the failure was found.
   void Fail(const std::string& reason, const char* file = __builtin_FILE(),
             int line = __builtin_LINE());
   // Ends Join without telling other nodes: nothing has failed yet.
@@ -138,14 +139,14 @@ class NodeMembership : public Membership {
   void OnMemberWord(const Message& msg);
   void OnReplicas(const ReplicaView& view, const std::vector<Node>& removed);
   void OnReplaced(const membership::ServerReplaced& word, const Node& successor);
-  // Notes that the server of this rank is lost, by news of this turn. Returns false if the news is
-  // old.
+  // Notes that the server of this rank is lost. `turn`: turn of the server's place (words.h).
+  // Returns false if this node knows this turn, or a later one, already.
   bool LoseServer(int rank, int turn, const std::string& reason);
   void OnEnd(bool suspended);
 
   membership::Claim MakeClaim(const Node& self);
 
-  // Nodes whose scheduler may return (node_return.cc).
+  // Functions of a node whose scheduler may return (node_return.cc).
   //
   // Sends to the scheduler, unless it is away.
   void Tell(Control::Command command, const std::string& body, const std::vector<Node>& nodes = {});
@@ -153,9 +154,10 @@ class NodeMembership : public Membership {
   bool AwaitScheduler(const std::string& how);
   void LookForScheduler(Clock::time_point now);
   membership::Account MakeAccount();
-  // Notes a failed attempt to reach the scheduler. Returns false if there was none.
+  // Notes a failed attempt to reach the scheduler. Returns false if no attempt was being made.
   bool NotFound(const std::string& how) PS_REQUIRES(mu_);
-  // A scheduler has admitted this node. Returns true if it is one that has returned.
+  // A scheduler has admitted this node. Returns true if this node was waiting for its scheduler to
+  // return.
   bool OnReturn(int life);
   void AskAgain();
   void Remember(const membership::MemberWord& word) PS_REQUIRES(mu_);
@@ -175,12 +177,12 @@ class NodeMembership : public Membership {
 
   MembershipLinks* const links_;
   const MembershipSettings settings_;
-  const uint64_t broken_invariants_;  // count before this job
+  const uint64_t broken_invariants_;  // number that were broken before this job
   Announcer announcer_;
   membership::IgnoredSenders ignored_;
 
   Mutex mu_;
-  CondVar cond_;  // for Join, Leave and StopByOrder
+  CondVar cond_;  // Join, Leave and StopByOrder wait for it
   State state_ PS_GUARDED_BY(mu_) = State::kJoining;
   Failure failure_ PS_GUARDED_BY(mu_);
   bool welcomed_ PS_GUARDED_BY(mu_) = false;
@@ -188,15 +190,16 @@ class NodeMembership : public Membership {
   Roster roster_ PS_GUARDED_BY(mu_);  // nodes that this node knows
   int link_mbps_ PS_GUARDED_BY(mu_) = 0;
   bool is_late_ PS_GUARDED_BY(mu_) = false;
-  ReplicaView view_ PS_GUARDED_BY(mu_);         // the latest
+  ReplicaView view_ PS_GUARDED_BY(mu_);         // the latest view that the scheduler has sent
   membership::Turns turns_ PS_GUARDED_BY(mu_);  // turns of the servers' places
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);
   std::map<int, BrokenLink> broken_links_ PS_GUARDED_BY(mu_);  // by the peer's node id
-  int life_ PS_GUARDED_BY(mu_) = 0;                            // the scheduler's number; 0: unknown
+  int life_ PS_GUARDED_BY(mu_) = 0;  // number of the scheduler (ScheduledJob::life); 0: unknown
   std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
-  Clock::time_point settled_ PS_GUARDED_BY(mu_);  // until a returned scheduler knows all nodes
+  // Time by which a returned scheduler has stopped waiting for nodes.
+  Clock::time_point settled_ PS_GUARDED_BY(mu_);
   Asked asked_ PS_GUARDED_BY(mu_);
 
   HeartbeatThread heartbeats_;

@@ -16,20 +16,21 @@ namespace membership {
 
 // A scheduler's reason not to admit a node.
 struct Refusal {
-  std::string reason;  // "": admitted
-  bool later = false;  // it may be admitted later
+  std::string reason;  // "": the node is admitted
+  bool later = false;  // the node may be admitted later
 
   explicit operator bool() const { return !reason.empty(); }
 };
 
 Refusal CheckProtocol(const Claim& claim);
 
-// Gives `node` its rank and id, or refuses it. Does not change the roster. `settings`: the
-// scheduler's.
+// Gives `node` a rank and an id, or refuses the node. Does not change the roster. `settings`:
+// settings of the scheduler.
 Refusal Assign(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
                const Claim& claim, Node* node);
 
-// Returns whether `claim.probe` nodes like `node` would be admitted, one after another.
+// Returns the refusal, or none, that `claim.probe` nodes like `node` would get, if they registered
+// one after another.
 Refusal AssignAll(const Roster& roster, RosterPolicy* policy, const MembershipSettings& settings,
                   const Claim& claim, Node node);
 

@@ -9,18 +9,18 @@ namespace ps {
 
 // The replicas of a model in the job (docs/design/replicas.md), as the scheduler announces them.
 struct ReplicaView {
-  int workers = 0;      // number over all replicas, equal in each
+  int workers = 0;      // number of workers of all replicas; each replica has equally many
   int epoch = 0;        // increases with each change
   std::string present;  // '1' for each replica that takes part in all-reduces, '0' for the others
-  std::string waiting;  // '1' for each replica that is ready to join
-  // Life of each replica: the epoch in which it became ready to join. 0: present from the
-  // beginning.
+  std::string waiting;  // '1' for each replica that is ready to join, '0' for the others
+  // Life of each replica: the epoch in which it became ready to join, or 0 if it was present from
+  // the beginning.
   std::vector<int> lives;
-  // Donor of each replica: the replica that sends it the current state. -1: it was present from the
-  // beginning, or has not joined yet. The scheduler chooses, since nodes may learn of a removed
-  // replica at different times.
+  // Donor of each replica: the replica that sends it the current state. -1 if the replica was
+  // present from the beginning, or has not joined yet. The scheduler chooses donors, since nodes
+  // may learn of a removed replica at different times.
   std::vector<int> donors;
-  std::string news;  // the change, for the log; may be ""
+  std::string news;  // text that describes the latest change, for the log; may be ""
 
   int count() const { return static_cast<int>(present.size()); }
   bool IsPresent(int replica) const { return present[replica] == '1'; }

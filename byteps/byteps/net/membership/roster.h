@@ -14,13 +14,14 @@ namespace ps {
 // A node of a job.
 struct Member {
   Node node;
-  bool left = false;     // its work is done, or it was removed
-  bool removed = false;  // together with its replica
-  // It has left, but stays until all have: others may need its results if a server is lost.
+  bool left = false;     // the node's work is done, or the node was removed
+  bool removed = false;  // the node was removed, together with its replica
+  // The node has left, but stays until all workers have left: other workers may need its sums if a
+  // server is lost.
   bool lingers = false;
-  // The scheduler alone sets the following.
+  // The scheduler alone sets the following members.
   bool left_to_suspend = false;
-  AwakeClock::time_point left_at;  // for a lingering node
+  AwakeClock::time_point left_at;  // time at which a lingering node left
   AwakeClock::time_point heard;
   int link_mbps = 0;
 };

@@ -18,22 +18,23 @@ struct ScheduledJob;
 class SchedulerMembership;
 
 // A scheduler's policy for lost nodes and for nodes that come to a running job. This base class
-// ends the job; recovery/scheduler has one that continues it.
+// ends the job; recovery/scheduler has a policy that continues the job.
 //
 // Thread-safe.
 class RosterPolicy {
  public:
   using Clock = AwakeClock;
 
-  // Both must outlive this object. They may still be under construction.
+  // `scheduler` and `job` must outlive this object. They may still be under construction.
   RosterPolicy(SchedulerMembership* scheduler, ScheduledJob* job)
       : scheduler_(scheduler), job_(job) {}
   virtual ~RosterPolicy() = default;
 
   // ----- called with ScheduledJob::mu held
 
-  // Reconsiders the refusal of a node for which there is no place: `member` holds the place, or, if
-  // null, all servers' places are taken. Returns the final refusal, possibly none.
+  // Reconsiders the refusal of a node for which there is no place. `member` holds the place that
+  // the node wants; if null, the places of all servers are taken. Returns the final refusal,
+  // possibly none.
   virtual membership::Refusal Reconsider(membership::Refusal refusal, const Member* member);
   // May move a server that is being admitted to another place than the first free one.
   virtual void ChoosePlace(Node* server);
@@ -45,11 +46,12 @@ class RosterPolicy {
   virtual bool Gathers();
   // Returns whether the policy keeps this member's message, to handle it later.
   virtual bool HoldsBack(const Message& msg);
-  // Returns whether the loss of this member was expected. Its connection is then closed.
+  // Returns whether the loss of this member was expected. The scheduler then only closes the
+  // member's connection.
   virtual bool IsExcused(int node_id);
-  // Returns a text to append to the reason why the node `lost` is gone.
+  // Returns a text to append to the reason why the node `lost` is gone; may be "".
   virtual std::string AlsoFailed(int lost);
-  // Returns why a worker may not leave in order now; "": it may.
+  // Returns why a worker may not leave in order now, or "" if it may.
   virtual std::string WhyMayNotLeave(int node_id);
   // `worker` has left in order. Returns the workers to dismiss at once.
   virtual std::vector<Node> OnLeft(Member* worker);
@@ -57,9 +59,9 @@ class RosterPolicy {
   virtual bool IsOver();
   // The job is over or has failed; the roster forgets its nodes.
   virtual void Clear() {}
-  // Returns the replicas in the job; none: the job alone trains its model.
+  // Returns the replicas in the job. The view is empty if the job alone trains its model.
   virtual ReplicaView Replicas();
-  // Returns when to call OnDue; time_point::max(): not yet.
+  // Returns the time at which to call OnDue; time_point::max() if nothing is due at any time.
   virtual Clock::time_point NextDue();
 
   // ----- called without a lock
@@ -80,13 +82,13 @@ class RosterPolicy {
   // `accuser` reports that its link with `accused` broke. Returns false to leave the decision to
   // the caller.
   virtual bool Judge(int accuser, const Node& accused, const std::string& reason);
-  // A member cannot continue. Returns false if the job cannot either.
+  // A member is lost. Returns false if the job cannot continue without it.
   virtual bool Lose(int node_id, const std::string& reason);
   // A member that has left in order is gone. Returns false if the job cannot continue.
   virtual bool LoseLeaver(int node_id);
-  // A worker has left; others may now be dismissed.
+  // Dismisses workers that lingered and need not any more. Called after a worker has left.
   virtual void LetGo(Clock::time_point /*now*/) {}
-  // The job has failed, and all its nodes know.
+  // The job has failed, and all its nodes have been told.
   virtual void OnJobFailed() {}
   virtual void OnDue(Clock::time_point /*now*/) {}
   // Called at each heartbeat.

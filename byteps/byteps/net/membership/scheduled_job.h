@@ -15,7 +15,8 @@ namespace ps {
 // The scheduler's state of a job, shared by SchedulerMembership and its RosterPolicy.
 struct ScheduledJob {
   using Clock = AwakeClock;
-  // kTurning: nodes are being told of a failure; the scheduler then waits for the next generation.
+  // kTurning: the scheduler is telling the nodes of a failure; after that it waits for the nodes of
+  // the job's next generation.
   enum class State { kActive, kTurning, kFailed, kEnded, kStopped };
 
   ScheduledJob(MembershipLinks* l, const MembershipSettings& s, Announcer::Listener listener)
@@ -28,8 +29,8 @@ struct ScheduledJob {
   const MembershipSettings settings;
   Announcer announcer;
 
-  // Held while running nodes are told of changes, so that they hear them in order. Acquired before
-  // mu.
+  // Held while nodes of a running job are told of changes, so that all nodes hear the changes in
+  // the same order. Acquired before mu.
   Mutex telling_mu;
   Mutex mu;
   State state PS_GUARDED_BY(mu) = State::kActive;

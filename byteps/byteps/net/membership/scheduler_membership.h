@@ -23,8 +23,8 @@
 
 namespace ps {
 
-// The scheduler's side: admits nodes, watches them, and tells the others when a node is lost or has
-// left. Its RosterPolicy decides what follows a loss.
+// Membership of the scheduler: admits nodes, watches them, and tells the remaining nodes when a
+// node is lost or has left. Its RosterPolicy decides what follows a loss.
 class SchedulerMembership : public Membership {
  public:
   // Admits nodes from construction on: the links listen before Join.
@@ -54,8 +54,8 @@ class SchedulerMembership : public Membership {
   // Makes the heartbeat thread ask for due tasks.
   void Wake() { heartbeats_.Wake(); }
 
-  // Tells nodes that the job is complete, and which nodes they have links with. `beginning` without
-  // the rate of the slowest link. Caller holds ScheduledJob::telling_mu.
+  // Tells nodes that the job is complete, and which nodes they have links with. Sets the rate of
+  // the slowest link in `beginning`. The caller holds ScheduledJob::telling_mu.
   void TellBeginning(const std::vector<Node>& newcomers, membership::Beginning beginning);
   // Fails the job if a server listens at an address that not all workers can reach.
   bool FailIfUnreachable();
@@ -71,11 +71,11 @@ class SchedulerMembership : public Membership {
   // Tells servers within kDepartureSeconds that the worker has left. Caller holds ScheduledJob::mu.
   void Depart(const Node& worker);
   void EndJob();
-  // A node is gone: `what` is "was lost: ...", "was stopped by SIGTERM". `before`: earlier events,
-  // to report first.
+  // A node is gone. `what`: e.g. "was lost: ...", "was stopped by SIGTERM". `before`: text about
+  // earlier events, to report before that.
   void OnGone(int node_id, const std::string& what, const std::string& before = "");
-  // `for_good`: the scheduler itself was told to stop. `file` and `line`: the caller, which found
-  // the failure.
+  // Fails the job. `for_good`: the scheduler itself was told to stop, so there is no next
+  // generation. `file` and `line`: source location at which the failure was found.
   void FailJob(const std::string& reason, bool for_good = false,
                const char* file = __builtin_FILE(), int line = __builtin_LINE());
 
@@ -84,29 +84,29 @@ class SchedulerMembership : public Membership {
   using Refusal = membership::Refusal;
   using State = ScheduledJob::State;
 
-  // Passes the generation on to the links.
+  // Sets the job's generation in the links.
   void SetIncarnation(int incarnation);
 
-  // Arriving nodes (scheduler_arrivals.cc).
+  // Functions for nodes that arrive (scheduler_arrivals.cc).
   void Register(const Message& msg);
   void Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(job_.mu);
   void TellAll();
   // Answers whether the node would be admitted. Changes nothing.
   void AnswerProbe(const Node& node, const membership::Claim& claim);
-  // Returns a server's neighbors, with which it has links; with backups only.
+  // Returns the neighbors of a server, with which it has links. Returns none without backups.
   std::vector<Node> NeighborsOf(int server) PS_REQUIRES(job_.mu);
 
-  // Leaving nodes.
+  // Functions for nodes that leave.
   void OnFarewell(int node_id, const std::string& text);
   void OnLeave(int node_id, bool suspend);
   void TellOfDepartures();
 
-  // Lost nodes.
+  // Functions for lost nodes.
   //
-  // The node is gone or silent: the job fails. Before the first worker came there is no job to
-  // fail; the scheduler then forgets the node.
+  // The node is gone or silent, so the job fails. If no worker has come yet, there is no job to
+  // fail, and the scheduler just forgets the node.
   void OnLost(int node_id, const std::string& how);
-  // A node cannot continue. It reports that itself, or a server does and names it.
+  // A node cannot continue. The node reports that itself, or a server reports it of another node.
   void OnFailure(const Message& msg);
   void BeginIncarnation();
   // Forgets the nodes of a finished or failed job.
@@ -128,10 +128,10 @@ class SchedulerMembership : public Membership {
   ScheduledJob job_;
   const std::unique_ptr<RosterPolicy> policy_;
   membership::IgnoredSenders ignored_;
-  uint64_t broken_invariants_;            // count for which this job or an earlier one has failed
-  std::atomic<int> last_incarnation_{0};  // the links' current one
+  uint64_t broken_invariants_;            // number for which this job or an earlier one has failed
+  std::atomic<int> last_incarnation_{0};  // generation that is set in the links
 
-  // With MembershipSettings::keep: the previous generation's.
+  // Failure of the previous generation, with MembershipSettings::keep.
   std::string failure_ PS_GUARDED_BY(job_.mu);
   Clock::time_point incarnation_begun_ PS_GUARDED_BY(job_.mu);
   // Workers that have left and that servers do not know of yet.

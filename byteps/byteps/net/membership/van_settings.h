@@ -13,9 +13,9 @@ struct VanSettings {
   std::string scheduler_host;     // DMLC_PS_ROOT_URI
   int scheduler_port = 0;         // DMLC_PS_ROOT_PORT
   bool on_every_address = false;  // DMLC_USE_KUBERNETES: the scheduler listens on all addresses
-  std::string host;               // DMLC_NODE_HOST; "": chosen
-  std::string interface;          // DMLC_INTERFACE; "": chosen
-  int port = 0;                   // BYTEPS_NODE_PORT, a server's; 0: the kernel chooses
+  std::string host;               // DMLC_NODE_HOST; "": the van chooses
+  std::string interface;          // DMLC_INTERFACE; "": the van chooses
+  int port = 0;                   // BYTEPS_NODE_PORT, for a server; 0: the kernel chooses
   double reconnect_s = 30;        // BYTEPS_RECONNECT_TIMEOUT_S
   NicSettings nics;
   MembershipSettings membership;

@@ -1,6 +1,6 @@
-// Encodes membership's messages as bytes: the fields of a struct in order, a variant with its index
-// first. A struct that is sent has a function Fields, which ties its fields, and may have an
-// IsValid.
+// Encodes membership's messages as bytes: a struct as its fields in order, a variant as its index
+// and then its value. A struct that is sent has a function Fields, which ties its fields, and may
+// have a function IsValid, which checks a received struct.
 #ifndef BYTEPS_NET_MEMBERSHIP_WORD_CODEC_H_
 #define BYTEPS_NET_MEMBERSHIP_WORD_CODEC_H_
 
@@ -104,7 +104,7 @@ std::string Pack(const T& word) {
   return out.Take();
 }
 
-// Returns nullopt if the bytes are not such a message.
+// Returns the message, or nullopt if the bytes are not a message of type T.
 template <typename T>
 std::optional<T> Parse(const std::string& bytes) {
   byteps::core::WireReader in(bytes);

@@ -1,5 +1,5 @@
-// Bodies of the messages between scheduler and nodes. REFUSED, and the version at the head of a
-// registration, are text, readable for nodes of other versions.
+// Bodies of the messages between scheduler and nodes. A REFUSED, and the version at the head of a
+// registration, are text, so that nodes of other versions can read them.
 #ifndef BYTEPS_NET_MEMBERSHIP_WORDS_H_
 #define BYTEPS_NET_MEMBERSHIP_WORDS_H_
 
@@ -30,19 +30,19 @@ bool IsValid(const ReplicaView& view);
 namespace membership {
 
 constexpr int kProtocol = 18;
-// Prefix of a REFUSED whose receiver may come again.
+// Prefix of a REFUSED body: the refused node may come again.
 constexpr char kAgain[] = "again: ";
-// Prefix of a REFUSED that answers a probe: the node would be admitted.
+// Prefix of a REFUSED body that answers a probe: the node would be admitted.
 constexpr char kWould[] = "would: ";
 
 // A registering node's view of the job, in ADD_NODE.
 struct Claim {
   int protocol = 0;
-  int workers = -1;  // -1: as the job has
+  int workers = -1;  // number of the job's workers, as `servers`; -1: any number
   int servers = -1;
-  int link_mbps = 0;     // rate of a worker's NIC; 0: unknown
-  int probe = 0;         // asks for this many nodes, and does not join
-  int replicas = 0;      // a worker's: number of jobs that train its model; 0: unset
+  int link_mbps = 0;     // rate of a worker's NIC in Mbit/s; 0: unknown
+  int probe = 0;         // if positive: only asks whether this many nodes would be admitted
+  int replicas = 0;      // from a worker: number of replicas of its model; 0: unset
   bool backups = false;  // servers have links with their neighbors
 };
 inline auto Fields(Claim& claim) {
@@ -51,20 +51,21 @@ inline auto Fields(Claim& claim) {
 }
 bool IsValid(const Claim& claim);
 
-// Counts, by server rank, how often the place was lost or filled again; ranks with 0 are left out.
-// An odd count means that the place is vacant.
+// Turns of the servers' places, by server rank. A turn counts how often the place became vacant or
+// was filled again; so it is odd while the place is vacant. Ranks with turn 0 are left out.
 using Turns = std::map<int, int>;
 int TurnOf(const Turns& turns, int rank);
 bool IsVacant(const Turns& turns, int rank);
 
-// A node's report to a scheduler that takes over the job of a dead one (docs/design/losses.md).
+// A node's report to a scheduler that takes over the job of a dead scheduler
+// (docs/design/losses.md).
 struct Account {
-  uint64_t job = 0;      // its number
-  int life = 0;          // number of the last scheduler that the node knows; 0: it does not return
-  bool is_late = false;  // a worker's: its replica came to a running job
-  std::set<int> left;    // ranks of workers that left in order; servers know them
-  Turns turns;           // known turns of servers' places; a server knows its own
-  ReplicaView replicas;  // the latest the node knows; empty: none
+  uint64_t job = 0;      // number of the job
+  int life = 0;          // number of the last scheduler that the node knows; 0: the node is new
+  bool is_late = false;  // from a worker: its replica came to a running job
+  std::set<int> left;    // from a server: ranks of workers that left in order
+  Turns turns;           // turns of servers' places that the node knows
+  ReplicaView replicas;  // the latest view that the node knows; empty if it knows none
 };
 inline auto Fields(Account& account) {
   return std::tie(account.job, account.life, account.is_late, account.left, account.turns,
@@ -81,14 +82,15 @@ inline auto Fields(Registration& registration) {
   return std::tie(registration.claim, registration.account);
 }
 std::string PackRegistration(const Registration& registration);
-// Parses a registration; of another protocol only its version. Version -1: not a registration.
+// Parses a registration. If it is of another protocol version, parses the version only. The version
+// is -1 if the text is no registration.
 Registration ParseRegistration(const std::string& text);
 
 // Body of ADD_NODE to nodes.
 struct Beginning {
-  int link_mbps = 0;  // rate of the slowest worker's link
-  bool late = false;  // this worker's replica comes to a running job
-  Turns turns;        // losses that need not be told to this node again
+  int link_mbps = 0;  // rate of the slowest worker's NIC in Mbit/s
+  bool late = false;  // the receiving worker's replica comes to a running job
+  Turns turns;        // turns that the receiving node need not be told again
 };
 inline auto Fields(Beginning& beginning) {
   return std::tie(beginning.link_mbps, beginning.late, beginning.turns);
@@ -98,7 +100,7 @@ bool IsValid(const Beginning& beginning);
 // Body of WELCOME.
 struct Welcome {
   int generation = 1;  // generation of the job
-  int life = 0;        // the scheduler's number
+  int life = 0;        // number of the scheduler (ScheduledJob::life)
 };
 inline auto Fields(Welcome& welcome) { return std::tie(welcome.generation, welcome.life); }
 inline bool IsValid(const Welcome& welcome) { return welcome.life > 0; }
@@ -109,9 +111,9 @@ struct End {
 };
 inline auto Fields(End& end) { return std::tie(end.suspended); }
 
-// ----- LEAVE: a worker's Farewell, or Stopped
+// ----- LEAVE: a Farewell from a worker, or a Stopped from a server
 //
-// A server was told to stop.
+// This server was told to stop.
 struct Stopped {
   std::string how;  // "stopped by SIGTERM"
 };
@@ -119,58 +121,61 @@ inline auto Fields(Stopped& stopped) { return std::tie(stopped.how); }
 using Leave = std::variant<Farewell, Stopped>;
 
 struct Departure {
-  // The node's end: "was stopped by SIGTERM", "failed: exit status 3". "": its work is done.
+  // How the node ended: "was stopped by SIGTERM", "failed: exit status 3". "" if its work is done.
   std::string failure;
   bool suspend = false;
 };
-// `errors_count`: a worker with a failed operation has not done its work.
+// Returns how a node ended, from its LEAVE. `errors_count`: a worker with a failed operation counts
+// as failed.
 Departure DepartureOf(const Leave& leave, bool errors_count);
 
-// ----- MEMBERS: to nodes a ReplicaView, or one of the following
+// ----- MEMBERS: a ReplicaView to nodes, or one of the following messages
 //
-// A server has applied all changes of replicas up to this epoch.
+// From a server: it has applied all changes of replicas up to this epoch.
 struct Acknowledged {
   int epoch = 0;
 };
 inline auto Fields(Acknowledged& word) { return std::tie(word.epoch); }
-// This worker came late, and can take part now.
+// From a worker of a replica that came to a running job: it can take part now.
 struct Ready {};
 inline auto Fields(Ready& /*word*/) { return std::tuple<>(); }
-// This worker and all others that take part are between two steps, so this replica may join.
+// From a worker: all workers that take part are between two steps, so this replica may join.
 struct Admit {
   int replica = 0;
   int life = 0;  // life of the replica
 };
 inline auto Fields(Admit& word) { return std::tie(word.replica, word.life); }
-// Others wait for this worker. The scheduler passes the message on to it.
+// From a server: other workers wait for the worker of this rank. The scheduler passes the message
+// on to that worker.
 struct Awaited {
   int rank = 0;
   int round = 0;
   std::string tensor;
 };
 inline auto Fields(Awaited& word) { return std::tie(word.rank, word.round, word.tensor); }
-// This worker is late; its replica is to be removed.
+// From a server: the worker of this rank is late, and the scheduler should remove its replica.
 struct Late {
   int rank = 0;
-  int epoch = 0;  // the latest that the server knows
+  int epoch = 0;  // the latest epoch that the server knows
   std::string why;
 };
 inline auto Fields(Late& word) { return std::tie(word.rank, word.epoch, word.why); }
-// A server is lost; a replacement is awaited.
+// To nodes: the server of this rank is lost, and the job waits for a replacement.
 struct ServerLost {
   int rank = 0;
   int turn = 0;  // turn of the server's place
   std::string reason;
 };
 inline auto Fields(ServerLost& word) { return std::tie(word.rank, word.turn, word.reason); }
-// The node in this message replaces the lost server.
+// To nodes: the node in this message replaces the lost server of this rank.
 struct ServerReplaced {
   int rank = 0;
   int turn = 0;     // turn of the server's place
   int servers = 0;  // number of servers
 };
 inline auto Fields(ServerReplaced& word) { return std::tie(word.rank, word.turn, word.servers); }
-// A server knows that a worker has left. Sent if a scheduler may return.
+// From a server: it knows that the worker of this rank has left. Sent only if a scheduler may
+// return.
 struct LeftKnown {
   int rank = 0;
 };
