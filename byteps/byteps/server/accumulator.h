@@ -14,40 +14,42 @@
 namespace byteps {
 namespace core {
 
-// Adds up the pushes of one round as they arrive.
-//
-// AdditionRule says how to add.
+// Says how an Accumulator adds pushes.
 struct AdditionRule {
   bool in_order = false;      // adds in the order of ranks, not of arrival
   bool wide_float32 = true;   // adds more than two fp32 values in fp64
   bool keeps_memory = false;  // keeps the memory of one push, for TakeSpare
-  // Blocks with feedback: rounding errors of the last sum, one per value.
+  // Rounding errors of the last sum, one per value, for blocks with feedback; otherwise null.
   uint16_t* lost = nullptr;
   const Chance* chance = nullptr;  // randomness for stochastic rounding of blocks
 };
 
-// Adds pushes from the memory into which they were received. More than two values of a half type or
-// of fp32 are added in a wider accumulator, and rounded once (reducer.h). Blocks of few bits are
-// collected, and added several at a time (base/block_codec.h): a sum of up to kAtOnce pushes needs
-// no accumulator. The sum of blocks by which a server updates parameters stays fp32.
+// Adds up the pushes of one round as they arrive.
+//
+// Pushes are added from the memory into which they were received. More than two values of a half
+// type or of fp32 are added in a wider accumulator, and rounded once (reducer.h). Blocks of few
+// bits are collected, and added several at a time (base/block_codec.h): a sum of up to kAtOnce
+// pushes needs no accumulator. If a server updates parameters by a sum of blocks, the sum stays
+// fp32.
 class Accumulator {
  public:
-  // Takes over the push of a member. Adds it now or, in order, after those of lower ranks.
+  // Takes over the push of a member. Adds the push now or, with `in_order`, after the pushes of all
+  // lower ranks. `member`: index of the member in the group.
   void Take(const Declaration& declaration, const AdditionRule& rule, size_t member,
             SharedBytes values, Scratch* scratch);
 
-  // Ends the sum without the pushes that are missing; at least one has come. An average is over the
-  // pushes that came, a sum is scaled as if all members had pushed (reducer.h).
+  // Ends the sum without the pushes that are missing. At least one push must have come. An average
+  // is taken over the pushes that came; a sum is scaled as if all members had pushed (reducer.h).
   void Close(const Declaration& declaration, const AdditionRule& rule, Scratch* scratch);
 
-  // Replaces the sum by one that another server has computed.
+  // Replaces the sum by a sum that another server has computed.
   void Put(SharedBytes sum, Scratch* scratch);
 
   // Number of pushes added.
   size_t added() const { return added_; }
   // The sum, in the memory of one of the pushes. A caller may replace it before it is sent.
   SharedBytes& sum() { return sum_; }
-  // Memory of another push, or nothing.
+  // Takes the memory of another push, with `keeps_memory`; empty if there is none.
   SharedBytes TakeSpare() { return std::move(spare_); }
   // Frees all memory. The number of added pushes stays.
   void Clear(Scratch* scratch);
@@ -55,10 +57,11 @@ class Accumulator {
  private:
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
-  // `divisor`: divisor of the sum if this push completes it, else 0.
+  // Adds the blocks of a push. `divisor`: divisor of the sum if this push completes it, otherwise
+  // 0.
   void AddBlocks(DType t, float divisor, const AdditionRule& rule, SharedBytes values,
                  Scratch* scratch);
-  // The same, for sums that stay fp32.
+  // Adds the blocks of a push to a sum that stays fp32.
   void AddGradients(DType t, int divisor, SharedBytes values);
   // Adds the collected gradient blocks to sum_.
   void FlushGradients(DType t, int divisor);
@@ -70,10 +73,10 @@ class Accumulator {
   static constexpr size_t kAtOnce = 8;
 
   std::vector<SharedBytes> waiting_;  // pushes that wait for lower ranks, by member index
-  std::vector<SharedBytes> blocks_;   // blocks that are counted and not added yet
+  std::vector<SharedBytes> blocks_;   // pushes of blocks that count as added, but are not added yet
   size_t added_ = 0;
-  size_t bytes_ = 0;  // per push
-  SharedBytes sum_;   // the first push, then the sum
+  size_t bytes_ = 0;  // bytes of a push
+  SharedBytes sum_;   // the first push; after an addition, the sum
   SharedBytes spare_;
   Scratch::Block wide_;  // the sum, while accumulated in a wider type
 };

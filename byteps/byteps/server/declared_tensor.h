@@ -13,26 +13,26 @@
 namespace byteps {
 namespace core {
 
-// A release that has not been answered: the answer is due when all its tensors are freed.
+// A worker's request to release tensors. It is answered when all these tensors are freed.
 struct Releasing {
   int rank = 0;
   uint64_t request = 0;
   uint64_t key = 0;
-  size_t left = 0;  // tensors not freed yet
+  size_t left = 0;  // number of tensors that are not freed yet
 };
 
 // A tensor, as the first worker declared it.
 struct DeclaredTensor {
   Declaration declaration;
   int declared_by = 0;
-  uint32_t first_round = 0;  // earlier rounds ended at a server that was lost
-  std::string refusal;       // error of its operations; "" if it is valid
+  uint32_t first_round = 0;  // number of the first round here; earlier ones ended at a lost server
+  std::string refusal;       // error for all operations on the tensor; "" if the tensor is valid
   std::vector<bool> holds;   // members that declared it, and neither released it nor left; by index
   size_t holders = 0;        // number of true values in `holds`
-  std::vector<std::shared_ptr<Releasing>> releasing;  // releases that wait for it to be freed
-  std::atomic<int> released_by{-1};  // rank of the last release, or -1; read without a lock
+  std::vector<std::shared_ptr<Releasing>> releasing;  // requests to release this tensor
+  std::atomic<int> released_by{-1};  // rank that released it last, or -1; read without a lock
 
-  // Sets whether a rank holds the tensor. No effect if it is no member.
+  // Sets whether a rank holds the tensor. Does nothing if the rank is no member of the group.
   void SetHold(int rank, bool has) {
     const int member = declaration.MemberIndex(rank);
     if (member < 0) return;

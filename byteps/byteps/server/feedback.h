@@ -12,13 +12,13 @@ namespace byteps {
 namespace core {
 
 // Rounding errors of a partition's last sum, for blocks with feedback. They are part of the job's
-// state: LOAD_STATE and READ_STATE move them in fp32, as they do optimizer state.
+// state: workers write and read them in fp32 by LOAD_STATE and READ_STATE, like optimizer state.
 
 // Whether a request moves rounding errors: LOAD_STATE or READ_STATE of a tensor without a rule.
 bool MovesFeedback(int op, const Declaration& declaration);
 
-// Serves a request that passed HasForm. No sum can complete in between: a member reads after its
-// answer, and loads before its push.
+// Serves a request that passed HasForm. No sum of the partition can complete meanwhile, since a
+// member reads after it has the answer to its last push, and loads before its next push.
 void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
                   int64_t received);
 

@@ -19,21 +19,22 @@
 namespace byteps {
 namespace core {
 
-// A part of a tensor that is summed by itself.
+// A partition of a tensor, which is summed by itself.
 struct Partition : std::enable_shared_from_this<Partition> {
   std::shared_ptr<const DeclaredTensor> tensor;
   uint64_t key = 0;
   uint64_t index = 0;
   size_t thread = 0;  // number of its SumThread, whose lock guards all members below
   std::unique_ptr<PartitionState> state;  // null if the tensor has no rule
-  std::vector<uint16_t> lost;             // rounding errors of the last sum; blocks with feedback
-  // While a loss policy holds it, the partition serves no request. It keeps requests, with their
-  // time of arrival (SumThread::ServeHeld), and ranks that released the tensor (Rounds::LetGo).
+  std::vector<uint16_t> lost;  // rounding errors of the last sum, for blocks with feedback
+  // While a loss policy holds the partition, no request is served. The partition then collects
+  // requests, with their time of arrival (SumThread::ServeHeld), and ranks that release the tensor
+  // (Rounds::LetGo).
   bool is_held = false;
   std::deque<std::pair<Message, int64_t>> held;
   std::vector<int> released_by;
-  bool is_freed = false;   // the tensor was freed: free this once it is not held
-  bool is_listed = false;  // is in Rounds::partitions
+  bool is_freed = false;   // the tensor was freed: free the partition once it is not held
+  bool is_listed = false;  // the partition is in Rounds::partitions
   uint32_t first_round = 0;
   std::deque<Round> rounds;
   // Errors of the last failed rounds, by number, for members that push them later.
@@ -41,7 +42,7 @@ struct Partition : std::enable_shared_from_this<Partition> {
   std::unique_ptr<LossNotes> notes;
 
   const Declaration& declaration() const { return tensor->declaration; }
-  // Null if the round is over or has not begun.
+  // Returns the round, or null if the round is over or has not begun.
   Round* Find(uint32_t number) {
     const uint32_t ahead = number - first_round;  // unsigned: finished rounds are far ahead, too
     return ahead < rounds.size() ? &rounds[ahead] : nullptr;

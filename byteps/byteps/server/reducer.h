@@ -11,10 +11,11 @@
 //   more:         WideBegin(wide, first, second), WideAdd(wide, third) ..., and
 //                 WideEnd(last, wide)                     last is the sum
 //
-// Every pass adds a value that has just arrived; none only converts. Counts are in elements. Values
-// need no alignment, and must not overlap. A divisor of 1 gives the sum, the group's size the
-// average. Averages are rounded as by division (subnormal fp32 quotients may differ by 2^-149);
-// integers are rounded towards minus infinity, as by torch.floor_divide.
+// Every pass adds values that have just arrived; no pass only converts. Counts are in elements.
+// Values need no alignment, and must not overlap. A divisor of 1 gives the sum; a divisor of the
+// group's size gives the average. Averages are rounded as by division (subnormal fp32 quotients may
+// differ by 2^-149). Averages of integers are rounded towards minus infinity, as by
+// torch.floor_divide.
 #ifndef BYTEPS_SERVER_REDUCER_H_
 #define BYTEPS_SERVER_REDUCER_H_
 
@@ -26,7 +27,8 @@
 namespace byteps {
 namespace core {
 
-// Bytes of a value of type `t` in the Wide functions; 0 for fp64 and blocks, which have none.
+// Bytes of an accumulator of the Wide functions for a value of type `t`; 0 for fp64 and blocks,
+// which have no wider type.
 size_t AccumulatorSize(DType t);
 
 // sum[i] = (sum[i] + in[i]) / divisor, rounded once.
@@ -40,12 +42,12 @@ void WideAdd(DType t, void* wide, const void* in, size_t n);
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
 
 // values[i] = of[i] * times / by, in the accumulator type, rounded once. Scales a sum from which
-// members are missing. `of`: output of the Wide functions; null: the values themselves. Integers
-// are divided if `times` is 1, and left alone otherwise.
+// members are missing. `of`: output of the Wide functions, or null to scale the values themselves.
+// Integers are divided if `times` is 1, and otherwise stay as they are.
 void Scale(DType t, void* values, const void* of, int times, int by, size_t n);
 
-// The instruction set of the additions on this machine: "x86-64-v4" (AVX-512), "x86-64-v3" (AVX2),
-// "x86-64" (SSE2), "armv8-a" (NEON), or "plain".
+// Returns the instruction set by which values are added on this machine: "x86-64-v4" (AVX-512),
+// "x86-64-v3" (AVX2), "x86-64" (SSE2), "armv8-a" (NEON), or "plain".
 const char* InstructionSet();
 
 }  // namespace core

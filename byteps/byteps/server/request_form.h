@@ -12,7 +12,8 @@ namespace core {
 
 // Checks requests about a partition against the declaration of the tensor.
 
-// Bytes of values in a request of this op. Empty if the tensor does not have the op.
+// Returns the number of bytes of values in a request of this op. Returns nothing if the tensor does
+// not have the op.
 std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
 
 // Whether the values and the header of a request fit the declaration.

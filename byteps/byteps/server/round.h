@@ -27,13 +27,13 @@ struct Caller {
   uint32_t offset = 0;
   uint32_t bytes = 0;
   bool keeps = false;  // the worker keeps the sum until all members have it
-  // Times (SteadyNs) at which its push arrived, was taken by a thread, and was added.
+  // Times (SteadyNs) at which the worker's push arrived, was taken by a thread, and was added.
   int64_t received = 0;
   int64_t taken = 0;
   int64_t added = 0;
 };
 
-// The header of a request that has one, and the caller to answer.
+// Return the header of a request, which must have one, and the caller to answer.
 PushHeader HeaderOf(const Message& message);
 Caller CallerOf(const Message& message, int64_t received);
 
@@ -47,22 +47,23 @@ struct Round {
 
   uint32_t number = 0;
   std::vector<Caller> callers;  // members that wait for the sum
-  std::vector<bool> pushed;     // by member index
-  std::vector<bool> told;       // by member index: got the sum or the error
+  std::vector<bool> pushed;     // members that have pushed; by index
+  std::vector<bool> told;       // members that have got the sum or the error; by index
   Accumulator accumulator;
   Clock::time_point started;
-  Clock::time_point deadline;  // next check whether it is late
+  Clock::time_point deadline;  // time of the next check whether the round is late
   double timeout_s = 0;
-  int64_t first_taken = 0;  // SteadyNs
+  // Times (SteadyNs) at which a thread took the first push, and had added the last one.
+  int64_t first_taken = 0;
   int64_t last_added = 0;
   std::unique_ptr<RoundUpdate> update;  // null if the tensor has no rule
-  bool forgets_lost = false;  // blocks with feedback: drops the rounding errors of earlier sums
+  bool forgets_lost = false;  // for blocks with feedback: drops rounding errors of earlier sums
   bool done = false;          // the sum is complete, or the round failed
-  std::string failure;        // the error, if it failed
+  std::string failure;        // the error, if the round failed
   std::unique_ptr<LossNotes> notes;
 
-  // Calls `answer` for each caller. If that throws, answered callers are removed, and the others
-  // still wait.
+  // Calls `answer` for each caller, and removes the callers. If `answer` throws, callers that have
+  // no answer yet stay, and still wait.
   template <typename Answer>
   void AnswerCallers(const Answer& answer) {
     struct Answered {

@@ -11,12 +11,13 @@
 namespace byteps {
 namespace core {
 
-// Number of rounds that a partition keeps. A worker pushes less than MostRoundsOpen rounds ahead of
-// its own oldest open round. The oldest round here may be another MostRoundsOpen older: after the
-// loss of a server, a member may have answers that another member does not have.
+// Returns the limit of the rounds that a partition keeps. A worker pushes less than MostRoundsOpen
+// rounds ahead of its own oldest open round. After the loss of a server, a member may have answers
+// that another member does not have; so the oldest round on the server may be another
+// MostRoundsOpen rounds older.
 uint32_t MostRoundsKept(const Declaration& declaration);
 
-// Error for a push whose round number is not open here.
+// Error for a push of a round that this server neither keeps nor can begin.
 std::string OutOfReach(const Partition& partition, int rank, uint32_t number);
 
 // Error of a round that is past its deadline.

@@ -19,44 +19,46 @@ class SumThread;
 // Additions to an answer, besides the values of the sum.
 struct AnswerNotes {
   std::string lacks;    // PackMembers of the members missing in the sum
-  std::string to_keep;  // used instead, for callers that keep the sum
+  std::string to_keep;  // used instead of `lacks`, for callers that keep the sum
 
   const std::string& Of(const Caller& caller) const { return caller.keeps ? to_keep : lacks; }
 };
 
-// Decides about the rounds of one SumThread when a node is lost. With this policy, rounds fail that
-// miss the push of a lost worker; recovery/server has a policy that goes on.
+// Decides about the rounds of one SumThread when a node is lost. This policy fails the rounds that
+// miss the push of a lost worker; recovery/server has a policy that lets rounds go on.
 //
-// Same threads and lock as Rounds. Hooks on the path of a request may fail rounds, but must not
-// drop them.
+// Called by the same threads, and with the same lock held, as Rounds. Functions on the path of a
+// request may fail rounds, but must not drop them.
 class RoundLossPolicy {
  public:
-  // `rounds` are those of `thread`. The pointers outlive this.
+  // `rounds`: the rounds that `thread` serves. All three objects outlive this.
   RoundLossPolicy(ServerContext* context, Rounds* rounds, SumThread* thread)
       : context_(context), rounds_(rounds), thread_(thread) {}
   virtual ~RoundLossPolicy() = default;
 
   // ----- on the path of a push
 
-  // Refuses requests of a worker that takes part in no round. Returns false if it does take part.
+  // Refuses a request of a worker that takes part in no round. Returns false if the worker does
+  // take part.
   virtual bool Refuses(const Partition& /*partition*/, const Message& /*message*/) { return false; }
-  // Answers a push whose round has a sum already. Returns false if it has none.
+  // Answers a push whose round has a sum already. Returns false if the round has none.
   virtual bool Answers(Partition* /*partition*/, const Message& /*push*/, int64_t /*received*/) {
     return false;
   }
   virtual void OnBegin(const Partition& /*partition*/, Round* /*round*/) {}
-  // Called with every push, before it is added. If this fails the round, the push is not added.
+  // Called for every push, before the push is added. If this fails the round, the push is not
+  // added.
   virtual void OnPush(Partition* partition, Round* round);
   // Called after a push was added, possibly the last one.
   virtual void OnAdded(Partition* /*partition*/, Round* /*round*/, const Message& /*push*/) {}
-  // Whether the update by the summed gradients has to wait. If so, the policy calls Rounds::Update
-  // later.
+  // Returns whether the update by the summed gradients has to wait. If so, the policy calls
+  // Rounds::Update later.
   virtual bool Holds(Partition* /*partition*/, Round* /*round*/) { return false; }
-  // Called before callers of a round are answered.
+  // Returns what to add to the answers of a round. Called before its callers are answered.
   virtual AnswerNotes Describe(Round* /*round*/) { return {}; }
   // Called when a round is dropped, after all members were answered.
   virtual void OnOver(Partition* /*partition*/, Round* /*round*/) {}
-  // Whether a late round gets more time.
+  // Returns whether a late round gets more time.
   virtual bool Waits(Partition* /*partition*/, Round* /*round*/,
                      Round::Clock::time_point /*as_of*/) {
     return false;
@@ -64,8 +66,8 @@ class RoundLossPolicy {
 
   // ----- on the path of other requests
 
-  // Whether a member's step, or the answer to its loaded state, has to wait. If so, the policy
-  // later calls ServeStep or MoveState again, or answers.
+  // Return whether a member's step, or the answer to a member that has loaded state, has to wait.
+  // If so, the policy later calls ServeStep or MoveState again, or answers.
   virtual bool HoldsStep(Partition* /*partition*/, const Message& /*message*/,
                          const std::string& /*step*/, int64_t /*received*/) {
     return false;
@@ -80,7 +82,7 @@ class RoundLossPolicy {
   virtual void Serve(Partition* /*partition*/, Message* message) {
     context_->RefuseUnknown(*message);
   }
-  // Called when a partition is freed: drops the policy's data of it.
+  // Called when a partition is freed: drops the policy's data of the partition.
   virtual void OnFreed(Partition* /*partition*/) {}
 
   // ----- events

@@ -30,9 +30,9 @@ class SumThread;
 // group has pushed it. Rounds never mix, however far a worker is ahead of the others.
 //
 // An operation may fail on a single worker before all its partitions were pushed. So every push
-// says which rounds have ended at its worker (PushHeader::oldest). GiveUpBefore, and nothing else,
-// gives up earlier rounds that the worker has not pushed: other members get an error, and only the
-// error is kept, for members that push later.
+// says which rounds have ended at its worker (PushHeader::oldest). GiveUpBefore, and no other
+// function, gives up those of these rounds that the worker has not pushed. The other members then
+// get an error, and only this error is kept, for members that push later.
 //
 // A RoundLossPolicy decides about rounds when a node is lost.
 //
@@ -44,7 +44,8 @@ class Rounds {
 
   using Freed = std::function<void(const Partition&)>;
 
-  // `track`: timeline track. `thread`: the caller of this object. `losses` makes the loss policy.
+  // `track`: timeline track. `freed`: called with each freed partition. `thread`: the thread that
+  // calls this object. `losses` makes the loss policy.
   Rounds(ServerContext* context, int track, Freed freed, SumThread* thread,
          ServerLossPolicy* losses);
 
@@ -55,29 +56,29 @@ class Rounds {
   void Push(Partition* partition, Message* message, int64_t received);
   // Answers the callers of a round. Frees the sum once every member has it.
   void Deliver(Partition* partition, Round* round);
-  // The member of `rank` releases a tensor: open rounds without its push fail.
+  // The member of `rank` releases a tensor. Open rounds that this member has not pushed fail.
   void Release(const DeclaredTensor* tensor, int rank);
-  // Frees the partitions of a tensor that all members have released. Calls `freed` with each one,
-  // now or, if it is held, later.
+  // Frees the partitions of a tensor that all members have released. Calls `freed` with each
+  // partition, now or, if the partition is held, later.
   void Free(const std::vector<std::shared_ptr<Partition>>& partitions);
-  // Drops finished rounds at the front.
+  // Drops the oldest rounds of a partition, as long as they are finished.
   void DropDone(Partition* partition);
 
   // ----- failures
 
   // Fails all open rounds of a tensor.
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
-  // Fails rounds whose deadline was before `as_of`. The error of a round that began before
-  // `grace_until` says how long this process stood still.
+  // Fails rounds whose deadline was before `as_of`. If a round began before `grace_until`, its
+  // error says how long this process stood still (`stood_still`).
   void FailLate(Clock::time_point as_of, Clock::time_point grace_until,
                 Clock::duration stood_still);
   // A request failed half-way: fails all open rounds of its partition.
   void FailPartition(Partition* partition, const Message& message, const std::string& error);
-  // There was no memory for a request: fails its round, if it is a push.
+  // There was no memory for a request. If the request is a push, fails its round.
   void FailRoundOf(Partition* partition, const Message& message, const std::string& reason);
 
   void Fail(Partition* partition, Round* round, const std::string& reason);
-  // Answers with `reason` every member that has no answer yet. Others may have got the sum before.
+  // Answers with `reason` every member that has no answer yet. Other members may have got the sum.
   void FailUnanswered(Partition* partition, Round* round, const std::string& reason);
 
   // The earliest deadline of an open round, or time_point::max().
@@ -86,23 +87,24 @@ class Rounds {
 
   // ----- for the loss policy
 
-  // Partitions that were pushed, or that wait for something.
+  // Partitions of this thread: those that were pushed, or that List has added.
   const std::vector<Partition*>& partitions() const { return partitions_; }
   std::vector<Partition*> WithOpenRounds() const;
   // Adds a partition to this thread's.
   void List(Partition* partition);
-  // Finds a round, or begins it. Null if it is out of reach.
+  // Returns a round, and begins it if it has not begun. Returns null if the round is out of reach
+  // (round_errors.h).
   Round* FindOrBegin(Partition* partition, const PushHeader& header);
   // Completes a round without the missing pushes. Drops no round.
   void EndShort(Partition* partition, Round* round);
-  // Uses the gradients as their pushes asked. Drops no round.
+  // Updates the parameters by the summed gradients, as the pushes asked. Drops no round.
   void Update(Partition* partition, Round* round);
   // Completes a round with a given sum, and answers the callers.
   void EndWith(Partition* partition, Round* round, SharedBytes sum);
   // Frees the memory of pushes.
   void Clear(Round* round) { round->accumulator.Clear(&scratch_); }
-  // Call when a partition is no longer held: handles the releases that came meanwhile, unless it is
-  // held again.
+  // Call when a partition is no longer held. Handles the releases that came while it was held,
+  // unless it is held again.
   void LetGo(Partition* partition);
 
  private:
@@ -112,18 +114,19 @@ class Rounds {
     return {round.deadline, partition.key, round.number};
   }
 
-  // Returns the round of a push if it may be added, or null: it was refused.
+  // Returns the round of a push. Returns null if the push may not be added; it was then refused.
   Round* Admit(Partition* partition, const Message& message);
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
-  // All pushes that a round will get are summed.
+  // Ends a round of which all pushes that will come are summed.
   void EndSummed(Partition* partition, Round* round);
   void Finish(Partition* partition, Round* round);
   AdditionRule RuleOf(Partition* partition, Round* round, Chance* chance) const;
-  // Gives up rounds before `number` that the member of `rank` has left open: it failed them, and
-  // will neither push nor ask again. Drops no round.
+  // Gives up rounds before `number` that the member of `rank` has not pushed. They have failed at
+  // this member, which will neither push them nor ask for them again. Drops no round.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
-  // Refuses a push of a tensor that another member has released. Returns false if none has.
+  // Refuses a push of a tensor that another member has released. Returns false if no member has
+  // released the tensor.
   bool RefuseReleased(const Partition& partition, const Message& message);
   void Release(Partition* partition, int rank);
   // Frees everything that a partition holds.
@@ -137,7 +140,7 @@ class Rounds {
   const int track_;
   const Freed freed_;
   std::vector<Partition*> partitions_;   // partitions that were pushed
-  std::map<Deadline, Partition*> open_;  // rounds without an outcome, by deadline
+  std::map<Deadline, Partition*> open_;  // partitions of rounds without an outcome, by deadline
   const std::unique_ptr<RoundLossPolicy> losses_;
   Scratch scratch_;
 };

@@ -14,10 +14,10 @@ namespace core {
 
 // Memory for accumulators, which is reused instead of allocated for each sum.
 //
-// A stack of unused blocks. Each thread has its own.
+// A Scratch is a stack of unused blocks. Each SumThread has its own Scratch.
 class Scratch {
  public:
-  // Uninitialised bytes, or nothing. A block is empty after it was moved from.
+  // A block of uninitialised bytes. A block is empty after it was moved from.
   class Block {
    public:
     Block() = default;
@@ -63,7 +63,8 @@ class Scratch {
   }
 
  private:
-  // Enough for a few partitions in flight. Blocks for all keys would double a server's memory.
+  // Limit of the bytes of unused blocks; more blocks are freed. It is enough for a few partitions
+  // in flight. To keep blocks for all keys would double a server's memory.
   static constexpr size_t kMaxKept = 64 << 20;
 
   std::vector<Block> spare_;

@@ -24,15 +24,16 @@ struct ServerContext {
   // `channel` outlives this.
   ServerContext(const Config& config, Channel* channel);
 
-  // Answers a caller. `error` not "": the request failed. `values`: the whole, of which the caller
-  // gets its range. `note`: body of the answer.
+  // Answers a caller. `error`: why the request failed, or "". `values`: the values of the whole
+  // partition; the caller gets the range of them that it wants. `note`: body of the answer.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
               const SharedBytes* values = nullptr, const std::string& note = "");
   void Refuse(const Message& request, const std::string& error);
   // Refuses an op that this version does not know.
   void RefuseUnknown(const Message& request);
 
-  // Records a round's pushes in the timeline. `answered`: now; false: never.
+  // Records a round's pushes in the timeline. `answered`: whether their callers are answered now,
+  // or never.
   void TraceRound(const Partition& partition, const Round& round, bool answered);
   // Records the addition of a push in the timeline.
   void TraceAddition(const Partition& partition, const Round& round, const Caller& caller,
@@ -43,7 +44,7 @@ struct ServerContext {
   const bool wide_float32;
   ServerCounters counters;
   Lateness lateness;
-  std::atomic<size_t> open_rounds{0};    // rounds that only some members have pushed
+  std::atomic<size_t> open_rounds{0};    // number of rounds that only some members have pushed
   const std::unique_ptr<Tracer> tracer;  // null: nothing is traced
 };
 

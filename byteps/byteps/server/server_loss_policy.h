@@ -14,21 +14,22 @@ namespace core {
 
 class SumServer;
 
-// Decides what a server does when another node is lost. This policy only fails rounds, and the job
-// ends; recovery/server has a policy that goes on.
+// Decides what a server does when another node is lost. With this policy rounds fail, and the job
+// ends; recovery/server has a policy that lets the job go on.
 //
 // Thread-safe after Attach.
 class ServerLossPolicy {
  public:
   virtual ~ServerLossPolicy() = default;
 
-  // Gives the policy its server, which outlives this. Called once, before anything else.
+  // Gives the policy its server and the server's context, which outlive this. Called once, before
+  // all other functions.
   void Attach(SumServer* server, ServerContext* context) {
     server_ = server;
     context_ = context;
   }
-  // Makes the policy for one thread's rounds; this outlives it. Called for each thread, before the
-  // server gets messages.
+  // Makes the policy for the rounds of one thread. That policy must not outlive this one. Called
+  // for each thread, before the server gets messages.
   virtual std::unique_ptr<RoundLossPolicy> MakeOfRounds(ServerContext* context, Rounds* rounds,
                                                         SumThread* thread) {
     return std::make_unique<RoundLossPolicy>(context, rounds, thread);
@@ -38,12 +39,14 @@ class ServerLossPolicy {
 
   // ----- on the path of requests
 
-  // Whether a message from another server may have values. OnServerMessage handles messages.
+  // Returns whether a message from another server may have values.
   virtual bool ExpectsOfServer(const MessageHead& /*head*/) { return false; }
   virtual void OnServerMessage(Message* /*message*/) {}
-  // Serves a request of the policy's own that is about no partition. Returns false if it is none.
+  // Serves a request that only the policy knows and that is about no partition. Returns false if
+  // the request is none of these.
   virtual bool Serve(Message* /*message*/) { return false; }
-  // Takes over a request that has to wait for its tensor. Returns false if it need not.
+  // Takes over a request that has to wait for its tensor. Returns false if the request need not
+  // wait.
   virtual bool Holds(const DeclaredTensor& /*tensor*/, Message* /*message*/) { return false; }
   // Called when a partition is made, with the server's lock held.
   virtual void OnMade(const std::shared_ptr<Partition>& /*partition*/) {}

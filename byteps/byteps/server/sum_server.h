@@ -1,9 +1,9 @@
 // The server: adds what workers push, and answers with the sums.
 //
-// Threads of the channel check each request against its tensor's declaration. Each partition
-// belongs to an engine thread (SumThread), which keeps its rounds (Rounds). For a tensor with an
-// UpdateRule the server keeps the parameters, too (updates.h). A sum is sent to all members from
-// the memory into which one of their pushes was received.
+// Threads of the channel check each request against the declaration of the request's tensor. Each
+// partition belongs to an engine thread (SumThread), which keeps the partition's rounds (Rounds).
+// For a tensor with an UpdateRule the server keeps the parameters, too (updates.h). A sum is sent
+// to all members from the memory into which one of their pushes was received.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
@@ -40,51 +40,55 @@ class SumServer {
   // Joins the threads; unanswered requests stay unanswered. Writes the timeline.
   ~SumServer();
 
-  // Sets the rank among the servers once it has joined; -1 until then. Thread-safe.
+  // Sets this server's rank among the servers, once this server has joined. Before that, rank()
+  // returns -1. Thread-safe.
   void SetRank(int rank);
   int rank() const { return rank_; }
 
-  // Counters so far, and current gauges. Thread-safe.
+  // Returns the counters since the server was made, and the current gauges. Thread-safe.
   std::vector<Metric> Metrics();
 
-  // A packed StatusRecord for the scheduler, with the late workers since the last call.
+  // Returns a packed StatusRecord for the scheduler. It names the workers that were late since the
+  // last call.
   std::string Report();
 
   // Number of sums that only some members have pushed. Thread-safe.
   uint64_t OpenRounds() const { return context_.open_rounds; }
 
-  // Whether a request with this header may have `bytes` of values. If not it will be refused, and
-  // its values need no memory (net/link/registration_cache.h). Thread-safe.
+  // Returns whether a request with this head may have `bytes` bytes of values. If not, the request
+  // will be refused, and its values need no memory (net/link/registration_cache.h). Thread-safe.
   bool Expects(const MessageHead& head, size_t bytes);
 
-  // Takes over a request. Thread-safe; does not block. If there is no memory for it, refuses it,
-  // and fails its round.
+  // Takes over a request. If there is no memory to serve the request, refuses it, and fails its
+  // round. Thread-safe; does not block.
   void OnMessage(Message* message);
 
-  // The worker of `rank` will push nothing more. Rounds without its push fail with `reason`, now
-  // and later. Thread-safe.
+  // The worker of `rank` will push nothing more. Rounds that this worker has not pushed fail with
+  // `reason`, now and later. Thread-safe.
   void OnWorkerGone(int rank, const std::string& reason);
 
   // Events for the loss policy. Thread-safe.
   void OnServerLost(int rank) { losses_->OnServerLost(rank); }
   void OnServerReplaced(int rank) { losses_->OnServerReplaced(rank); }
-  // Takes effect before all later requests.
+  // The workers of these ranks, and no others, belong to removed replicas. Takes effect before all
+  // later requests are served.
   void SetAbsent(const std::set<int>& ranks) { losses_->SetAbsent(ranks); }
 
   // ----- for the loss policy
 
-  // A declared tensor, or a partition that was pushed; null if there is none.
+  // Return the declared tensor, or the partition that was pushed, with this key; null if there is
+  // none.
   std::shared_ptr<const DeclaredTensor> FindTensor(uint64_t key);
   std::shared_ptr<Partition> FindPartition(uint64_t key);
   // Makes the partition of this key, if its tensor is declared.
   void MakePartition(uint64_t key);
   // Whether any tensor has a rule.
   bool KeepsState();
-  // Makes new partitions of a tensor begin with a later round. Returns false if they do already, or
-  // the tensor does not exist.
+  // Makes new partitions of a tensor begin with round `round`. Returns false if they begin with
+  // this or a later round already, or if the tensor does not exist.
   bool SetFirstRound(uint64_t key, uint32_t round);
-  // Ranks have left, or are absent (`may_return`), and hold no tensors any more. Frees tensors
-  // without holders, if the policy allows it.
+  // The workers of these ranks hold no tensors any more: they have left or, with `may_return`, are
+  // absent. Frees tensors without holders, if the policy allows it.
   void DropHolds(const std::set<int>& ranks, bool may_return);
 
  private:
@@ -96,7 +100,8 @@ class SumServer {
   void OnRelease(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
-  // Frees a tensor if it has no holders and will get none. Adds the answers that are due to `owed`.
+  // Frees a tensor if it has no holders and will get none. Adds the releases that can be answered
+  // now to `owed`.
   void FreeIfUnused(const TensorPtr& tensor, Owed* owed) PS_REQUIRES(mu_);
   void AnswerReleases(const Owed& owed);
   // Handles a request about a partition.
@@ -106,7 +111,7 @@ class SumServer {
   std::shared_ptr<Partition> FindOrMake(const TensorPtr& tensor, uint64_t key) PS_REQUIRES(mu_);
   // A thread has freed a partition.
   void OnFreed(const Partition& partition);
-  // "server 0 is out of memory: ...", with what the request wanted.
+  // Returns an error "server 0 is out of memory: ...", which also says what the request wanted.
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
   ServerContext context_;

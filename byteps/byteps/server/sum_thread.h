@@ -24,18 +24,18 @@ namespace core {
 
 // An engine thread of a server, and the partitions that belong to it.
 //
-// Serves one request at a time: in its own thread or, if the partition is small and the queue
-// empty, in the channel's thread that received the request, since waking another thread takes
-// longer.
+// Serves one request at a time, in its own thread. If the partition is small and the queue is
+// empty, the channel's thread that received the request serves it, since waking another thread
+// would take longer.
 class SumThread {
  public:
-  // Makes "server 0 is out of memory: ...", with what the request wanted.
+  // Returns an error "server 0 is out of memory: ...", which also says what the request wanted.
   using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
 
   // `freed`: see Rounds::Free. `losses` makes the policy of the rounds.
   SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
             Rounds::Freed freed, ServerLossPolicy* losses);
-  // Joins the thread; requests it has not served stay unanswered.
+  // Joins the thread. Requests that it has not served stay unanswered.
   ~SumThread();
 
   // Thread-safe, like all functions down to Call.
@@ -49,20 +49,20 @@ class SumThread {
   void Free(std::vector<std::shared_ptr<Partition>> partitions);
   // Fails the open rounds of a tensor.
   void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
-  // Runs `work` after all queued tasks. If memory was short and it `may_be_repeated`, runs it
-  // again.
+  // Runs `work` after all queued tasks. If memory was too short, and `work` may be repeated, runs
+  // it again.
   void Call(std::function<void()> work, bool may_be_repeated = false);
 
   // ----- only within a task of this thread
 
   // (Clang cannot see that a task holds the lock.)
   //
-  // Runs `work`. If that throws, runs `failed`, for which memory is reserved.
+  // Runs `work`. If `work` throws, runs `failed`, for which memory is reserved.
   template <typename Work, typename Failed>
   void Survive(const Work& work, const Failed& failed) noexcept {
     reserve_.Survive(work, failed);
   }
-  // Serves requests that came while a partition was held, until it is held again.
+  // Serves the requests that came while a partition was held. Stops if the partition is held again.
   void ServeHeld(Partition* partition) PS_NO_THREAD_SAFETY_ANALYSIS;
 
   size_t queued() { return queue_.Size(); }
@@ -71,23 +71,24 @@ class SumThread {
   using Clock = Rounds::Clock;
 
   struct Task {
-    std::shared_ptr<Partition> partition;  // null: no request
+    std::shared_ptr<Partition> partition;  // null: the task has no request
     Message message;
-    int64_t received = 0;        // time of arrival, SteadyNs
-    std::function<void()> work;  // null, and no request: only checks for late rounds
+    int64_t received = 0;        // time (SteadyNs) at which the request arrived
+    std::function<void()> work;  // null, in a task without a request: only checks for late rounds
     bool may_be_repeated = false;
   };
 
   void Queue(Task task);
-  // Serves a small request at once if the queue is empty. Returns false if it did not.
+  // Serves a small request at once, in the calling thread, if the queue is empty. Returns whether
+  // it has served the request.
   bool ServeHere(Task* task);
   void Run();
   void Do(Task* task) noexcept PS_REQUIRES(mu_);
   void HandleRequest(Task* task) PS_REQUIRES(mu_);
-  // Answers those who wait for a failed task.
+  // Answers the workers that wait for a failed task.
   void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
-  // Fails rounds that were due before `as_of`; all requests up to then were served. Returns false
-  // if memory was too short to do so.
+  // Fails rounds whose deadline was before `as_of`. All requests that arrived before `as_of` must
+  // have been served. Returns false if memory was too short.
   bool FailLate(Clock::time_point as_of) noexcept PS_REQUIRES(mu_);
   void LookAtLate(Clock::time_point as_of) PS_REQUIRES(mu_);
   // Checks for a new stall of this process.
@@ -97,7 +98,7 @@ class SumThread {
   ServerContext* const context_;
   const OutOfMemoryText out_of_memory_text_;
   BlockingQueue<Task> queue_;
-  std::atomic<size_t> waiting_{0};  // tasks queued and not done
+  std::atomic<size_t> waiting_{0};  // number of tasks that are queued and not done
   ps::Mutex mu_;                    // held while a task is served
   Rounds rounds_ PS_GUARDED_BY(mu_);
   // Time of the next check for late rounds if the queue stays empty.

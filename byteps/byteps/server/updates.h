@@ -13,11 +13,11 @@
 namespace byteps {
 namespace core {
 
-// Updates of tensors with an UpdateRule. The server keeps their parameters and moments
-// (optimizer/).
+// Updates of parameters, for tensors with an UpdateRule. The server keeps the parameters and their
+// moments (optimizer/).
 //
-// When a round is complete the parameters are updated, and members are answered with them. Members
-// that ask for different steps in a round get an error, and the state stays unchanged.
+// When a round is complete the parameters are updated, and members are answered with them. If
+// members ask for different steps in a round, they get an error, and the state stays unchanged.
 //
 // A speculative step (PUSH_TRY) changes nothing: the new parameters are computed and sent, and the
 // gradients are kept. The round stays until each member has decided about the step. The first
@@ -27,19 +27,21 @@ namespace core {
 // Whether the part after a request's header fits the rule of its tensor.
 bool HasFormOfUpdate(const Message& message, const Declaration& declaration, uint64_t index);
 
-// The packed UpdateStep of a push or a STEP; "" if it wants the norm first. Only for requests that
-// passed HasFormOfUpdate, as all functions below.
+// Returns the packed UpdateStep of a push or a STEP; "" for a push that asks for the norm first.
+// This and the functions below are for requests that passed HasFormOfUpdate.
 std::string StepOf(const Message& message);
 
-// Applies a member's decision about its speculative step in round `number`, if it tried one. A push
-// ends the member's part in that round. Returns an error or "".
+// Applies a member's decision about its speculative step in round `number`, if the member tried
+// one. If `message` is a push, the member has no further part in that round. Returns an error or
+// "".
 std::string SettleStep(Rounds* rounds, Partition* partition, const Message& message,
                        uint32_t number);
 
-// Serves STEP. `is_held`: called again by the policy, after RoundLossPolicy::HoldsStep held it.
+// Serves a STEP. `is_held`: the policy calls again, after RoundLossPolicy::HoldsStep held the STEP.
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_held = false);
-// Serves LOAD_STATE and READ_STATE. `is_held`: the same, for the verdict in a READ_STATE.
+// Serves a LOAD_STATE or READ_STATE. `is_held`: the policy calls again, after
+// RoundLossPolicy::HoldsStep held the verdict in a READ_STATE.
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_held = false);
 

@@ -121,7 +121,8 @@ inline auto Fields(Stopped& stopped) { return std::tie(stopped.how); }
 using Leave = std::variant<Farewell, Stopped>;
 
 struct Departure {
-  // How the node ended: "was stopped by SIGTERM", "failed: exit status 3". "" if its work is done.
+  // Kind of the node's end: "was stopped by SIGTERM", "failed: exit status 3". "" if its work is
+  // done.
   std::string failure;
   bool suspend = false;
 };

@@ -13,46 +13,46 @@ namespace byteps {
 namespace core {
 
 // Parameters of a partition on its server, in fp32, and their moments. If gradients come in blocks,
-// it also keeps the parameters as workers hold them, since workers then receive differences.
+// the state also has the parameters as workers hold them, since workers then receive differences.
 
 // Used by one engine thread only. Functions that may fail return the error, or "".
 class PartitionState {
  public:
-  // State of partition `index` of a tensor whose declaration has a rule, and outlives this.
-  // Allocates nothing before the first Load.
+  // Makes the state of partition `index` of a tensor. The declaration has a rule, and outlives
+  // this. Allocates nothing before the first Load.
   PartitionState(const Declaration* declaration, uint64_t index);
 
   // Number of values in each slot.
   size_t size() const { return size_; }
-  // Bytes of an answer of Update, Preview or Stay.
+  // Number of bytes that Update, Preview and Stay write to `answer`.
   size_t answer_bytes() const { return answer_bytes_; }
   bool is_loaded() const { return state_ != nullptr; }
   // Error for requests that need loaded state, or "".
   std::string NotLoaded() const;
-  // Whether moments may differ from 0: a step was made, or they were loaded.
+  // Whether moments may differ from 0, because a step was made, or because moments were loaded.
   bool has_moments() const { return has_momentum_; }
 
-  // Loads a slot; `values` has size() fp32 values. Slot 0 holds the parameters and must be loaded
-  // first: it sets the moments to 0, and the workers' parameters to the same values, rounded. The
-  // slot after those of the rule holds the workers' parameters. The first call may throw
+  // Loads a slot. `values` has size() fp32 values. Slot 0 holds the parameters and must be loaded
+  // first: this sets the moments to 0, and the workers' parameters to the same values, rounded. The
+  // rule's slots follow, and then a slot for the workers' parameters. The first call may throw
   // OutOfMemory.
   std::string Load(uint32_t slot, const char* values);
   // Copies a range of a slot, which has size() * 4 bytes.
   std::string Read(uint32_t slot, size_t offset, size_t bytes, char* values) const;
 
-  // Makes a step. `gradients`, in the tensor's type, or fp32 if they came in blocks, are
-  // overwritten. `answer`: the updated parameters or, for blocks, the differences. Without blocks
-  // it may be the memory of `gradients`.
+  // Makes a step. `gradients` are in the tensor's type, or in fp32 if they came in blocks, and are
+  // overwritten. Writes the updated parameters or, for blocks, the differences to `answer`, which
+  // may be the memory of `gradients` if there are no blocks.
   std::string Update(const UpdateStep& step, char* gradients, char* answer);
-  // Computes the answer of Update, bit by bit, and changes nothing.
+  // Writes to `answer` the same bits as Update would, and changes nothing else.
   std::string Preview(const UpdateStep& step, const char* gradients, char* answer) const;
-  // The answer of a skipped step: the parameters, or differences of 0.
+  // Writes the answer of a skipped step: the parameters, or differences of 0.
   std::string Stay(char* answer) const;
-  // GradientSums of gradients in the format of Update.
+  // Returns the GradientSums of gradients in the format that Update takes.
   GradientSums SumsOf(const char* gradients) const;
 
  private:
-  // Elements of this partition that one group updates.
+  // A range of this partition's elements that one group of the rule updates.
   struct Run {
     size_t begin;
     size_t end;
@@ -64,16 +64,19 @@ class PartitionState {
   char* Held(size_t value) const { return held_.get() + value * SizeOf(rule_.held); }
   void LoadHeld(const char* values);
   void ReadHeld(size_t offset, size_t bytes, char* values) const;
-  // Calls `adamw` or `sgd`, as the rule says, for each run between two elements: with the run, its
-  // length, and the coefficients of its group in this step.
+  // Calls `adamw` or `sgd`, as the rule says, for each run between the elements `begin` and `end`.
+  // The arguments of a call are the run, its length, and the coefficients of its group in this
+  // step.
   template <typename OfAdamW, typename OfSgd>
   void ForEachRun(const UpdateStep& step, size_t begin, size_t end, OfAdamW adamw, OfSgd sgd) const;
-  // Updates some elements. `gradients` begins with the first, and is replaced by the parameters.
+  // Updates the elements from `begin` to `end`. `gradients` begins with the gradient of the first
+  // one. Overwrites the gradients with the parameters.
   void UpdateSome(const UpdateStep& step, size_t begin, size_t end, char* gradients);
-  // `parameters` does not overlap.
+  // The same without changes to the state. Writes to `parameters`, which must not overlap other
+  // arguments.
   void PreviewSome(const UpdateStep& step, size_t begin, size_t end, const char* gradients,
                    char* parameters) const;
-  // SGD momentum, from the start of a run; null if there is none.
+  // Returns the SGD momentum of a run's first element; null if the rule has no momentum.
   float* Momentum(const Run& run) const;
   const Declaration* const declaration_;
   const UpdateRule& rule_;
@@ -87,9 +90,9 @@ class PartitionState {
   bool has_momentum_ = false;       // a step was made, or moments were loaded
 };
 
-// Bytes that server `rank` of `num_servers` keeps of a tensor between steps: its state, the
-// workers' parameters if they receive differences, and the gradients of a speculative step. 0
-// without a rule.
+// Returns the number of bytes that server `rank` of `num_servers` keeps for a tensor between steps:
+// the state, the workers' parameters if workers receive differences, and the gradients of a
+// speculative step. Returns 0 if the tensor has no rule.
 uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers);
 
 }  // namespace core

@@ -19,59 +19,62 @@ namespace core {
 // decide about it (Decide). Functions that may fail return the error, or "".
 class RoundUpdate {
  public:
-  // The pointers outlive this.
+  // The objects that the pointers point to outlive this.
   RoundUpdate(const Declaration* declaration, uint32_t round, PartitionState* state,
               ServerCounters* counters)
       : declaration_(declaration), round_(round), state_(state), counters_(counters) {}
 
-  // A member asks for `step` by `op`. All must ask for the same as the first.
+  // A member asks for `step` by `op`. All members must ask for the same as the first member.
   std::string Agree(int rank, int op, const std::string& step);
   // Whether Complete can use the spare memory of a push.
   bool keeps_memory() const { return op_ == kPushTry; }
 
-  // The gradients are summed: does what they were pushed for. After a PUSH_STEP `sum` has the
-  // updated parameters or, for blocks, the differences. `spare`: memory of the same size, or none.
+  // The gradients are summed, in `sum`: does what the members' pushes ask for. After a PUSH_STEP
+  // `sum` has the updated parameters or, for blocks, the differences. `spare`: memory of the size
+  // of `sum`, or none.
   std::string Complete(SharedBytes* sum, SharedBytes spare);
-  // The same on the backup, which computes no preview, since it answers nobody.
+  // Complete, on the backup. Computes no preview, since the backup answers no member.
   std::string CompleteCopy(SharedBytes* sum);
   // GradientSums for the members, set by Complete; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
-  // After a PUSH_TRY: the parameters that its step would make. Freed once sent, unless restored
-  // from a copy.
+  // After a PUSH_TRY: the parameters that the speculative step would make. Their memory is freed
+  // once they are sent, unless this was restored from a copy.
   const SharedBytes& parameters() const { return parameters_; }
   void ForgetParameters() {
     if (!restored_) parameters_ = SharedBytes();
   }
 
-  // A member decides about the step, knowing the GradientSums. The first decision is carried out,
-  // and `sum` gets the parameters; if that fails, `failure` gets the error for the other members.
+  // A member decides about the step, since it knows the GradientSums. The first member's decision
+  // is carried out, and `sum` gets the parameters. If that fails, `failure` gets the error for the
+  // other members.
   std::string Decide(int rank, const std::string& step, SharedBytes* sum, std::string* failure);
 
   // The speculative step, or "".
   const std::string& tried() const { return tried_; }
   // Whether the step was made or skipped.
   bool is_updated() const { return updated_; }
-  // Whether members are answered with the round's sum; until then it holds gradients.
+  // Whether the round's sum holds what members are answered with. Before that, it holds gradients.
   bool has_answer() const { return updated_ || overtaken_; }
-  // Whether a push asks for the same as the others did.
+  // Whether a push with `op` and `step` asks for the same as the earlier pushes of the round.
   bool IsLike(int op, const std::string& step) const;
 
   // ----- copies (recovery/server/backup_link.h)
 
-  // Op by which members pushed; 0: gradients are incomplete.
+  // Op by which members pushed; 0 while the gradients are incomplete.
   int pushed_by() const { return pushed_by_; }
-  // The first member's request.
+  // Request that is carried out: op, step, and the rank of the first member that made it.
   int op() const { return op_; }
   const std::string& step() const { return step_; }
   int asked_by() const { return step_of_; }
-  // The step that was made or skipped, if the backup does not know it yet; else "".
+  // The step that was made or skipped, if the backup does not know it yet; otherwise "".
   std::string Settled() const { return updated_ && !is_told_ ? step_ : ""; }
-  // The backup knows the outcome.
+  // Notes that the backup was told the outcome.
   void NoteTold() { is_told_ = is_told_ || updated_; }
   std::string Pack() const;
   // Reads the output of Pack. Returns false if `text` is something else.
   bool Unpack(const std::string& text);
-  // Prepares a server that takes over to answer members. `sum` is as Complete or Decide left it.
+  // Prepares to answer members, on a server that takes over from a lost one. `sum` is as Complete
+  // or Decide left it.
   std::string Restore(const SharedBytes& sum);
   bool is_restored() const { return restored_; }
   // A LOAD_STATE replaces the state, so the outcome of a speculative step no longer matters. `sum`,
@@ -88,11 +91,11 @@ class RoundUpdate {
   const uint32_t round_;
   PartitionState* const state_;
   ServerCounters* const counters_;
-  // The request of the members: step, rank and op of the first.
+  // The latest request: its step, the rank of the first member that made it, and its op.
   std::string step_;
   int step_of_ = -1;
   int op_ = 0;
-  // The op and the step of the pushes; op_ and step_ are those of the last decision.
+  // The op and the step of the pushes. (After a decision, op_ and step_ are those of the decision.)
   int pushed_by_ = 0;
   std::string pushed_step_;
   SharedBytes sums_;
@@ -101,7 +104,7 @@ class RoundUpdate {
   bool overtaken_ = false;
   bool updated_ = false;  // the step was made or skipped
   bool restored_ = false;
-  bool is_told_ = false;  // the backup knows it
+  bool is_told_ = false;  // the backup was told the outcome
 };
 
 }  // namespace core

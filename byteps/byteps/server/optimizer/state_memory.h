@@ -16,7 +16,7 @@ class StateMemory {
   explicit StateMemory(const Config& config);
 
   // Reserves memory for a tensor's state on this server and, with `copies`, for the copy of the
-  // previous server's state. Returns the error if there is too little, or "".
+  // previous server's state. Returns "", or the error if there is too little memory.
   std::string Promise(const Declaration& declaration, int rank, bool copies);
   // Releases the reservation of a tensor.
   void Return(const Declaration& declaration, int rank, bool copies);
@@ -26,7 +26,7 @@ class StateMemory {
   // Bytes that a tensor takes here, `copies` included.
   uint64_t BytesOf(const Declaration& declaration, int rank, bool copies) const;
 
-  const bool is_set_;     // BYTEPS_SERVER_STATE_BYTES
+  const bool is_set_;     // whether BYTEPS_SERVER_STATE_BYTES is set
   const uint64_t limit_;  // BYTEPS_SERVER_STATE_BYTES, or the free memory at the start
   const int num_servers_;
   uint64_t promised_ = 0;

@@ -37,15 +37,15 @@ struct SgdStep {
   float grad_scale = 1;
 };
 
-// Update n elements. `values` holds gradients of type t (fp32, bf16 or fp16), and is replaced by
-// the parameters. Arguments must not overlap; `values` needs no alignment.
+// Update n elements. `values` holds gradients of type t (fp32, bf16 or fp16), which are overwritten
+// with the parameters. Arguments must not overlap; `values` needs no alignment.
 void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, float* mean,
                  float* square, size_t n);
 // `momentum` may be null if step.momentum is 0.
 void UpdateSgd(DType t, const SgdStep& step, void* values, float* master, float* momentum,
                size_t n);
 
-// Compute the same parameters, bit by bit, into `parameters`. Nothing else changes.
+// Write to `parameters` the same bits as UpdateAdamW and UpdateSgd would, and change nothing else.
 void PreviewAdamW(DType t, const AdamWStep& step, const void* gradients, void* parameters,
                   const float* master, const float* mean, const float* square, size_t n);
 void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* parameters,
