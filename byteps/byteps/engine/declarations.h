@@ -1,4 +1,5 @@
-// The tensors that a worker sums, and what the servers know of them, from declaration to release.
+// Declarations: the tensors that a worker sums, from declaration to release, and which of them the
+// servers know.
 #ifndef BYTEPS_ENGINE_DECLARATIONS_H_
 #define BYTEPS_ENGINE_DECLARATIONS_H_
 
@@ -20,71 +21,73 @@
 namespace byteps {
 namespace core {
 
-// A worker's progress with a name: how often it released the name, and how many rounds it has begun
-// since then.
+// A worker's progress with the name of a tensor.
 struct Progress {
-  uint32_t life = 0;
-  uint32_t rounds = 0;
+  uint32_t life = 0;    // number of times that the worker has released the name
+  uint32_t rounds = 0;  // number of rounds that the worker has begun since then
   bool operator==(const Progress&) const = default;
 };
-// By id of the name: the group's lowest rank, and the name.
+// Progress by id of a name. An id consists of the group's lowest rank and the name.
 using ProgressByTensor = std::map<std::string, Progress>;
 
 class LossPolicy;
 
-// Thread-safe. Holds no lock while anything is sent.
+// Thread-safe. Holds no lock while it sends messages.
 class Declarations {
  public:
   // The arguments outlive this.
   Declarations(const Plan* plan, Channel* channel, const Vacancies* vacancies, LossPolicy* losses,
                double timeout_s);
 
-  // Whether `tensor` is from this object (not from an earlier job) and not released.
+  // Returns whether this object has made `tensor` (a tensor may be from an earlier job), and the
+  // tensor is not released.
   bool Own(const Tensor& tensor) const { return tensor.job == job_ && !tensor.is_released; }
 
-  // Returns the tensors of these specs, in order. Declares new ones to every server, all in one
+  // Returns the tensors of these specs, in order. Declares new tensors to every server, all in one
   // message per server, and blocks until all servers have answered. Throws UsageError if a name has
-  // another declaration, Error if a server refuses or does not answer in time.
+  // another declaration, and Error if a server refuses or does not answer in time.
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
 
-  // A server answered message `number`. `error`: why it refused, or "".
+  // A server answered declaration message `number`. `error`: why the server refused, or "".
   void OnAnswer(uint64_t number, const std::string& error);
 
-  // Releases the names of tensors whose groups have this lowest rank. From now on they can be
+  // Releases the names of tensors whose groups have this lowest rank. From now on the names can be
   // declared anew, with any shape. Servers free a tensor when all members have released it; this
-  // worker does when its operations have ended. A name that was never declared counts as released,
-  // too, because members that have released a name equally often declare the same life of it.
+  // worker frees it when its operations have ended. Also counts the release of a name that was
+  // never declared, since members that have released a name equally often declare the same life of
+  // it.
   //
-  // Keeps a number for each name that was ever released.
+  // Keeps the number of releases of each name that was ever released.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank);
   // The last use of these tensors has ended: tells the servers.
   void GiveBack(const std::vector<TensorPtr>& tensors);
   // A server has freed the tensors of release message `number`.
   void OnReleased(uint64_t number);
-  // A server was replaced, and its successor has this worker's data: repeats open releases.
+  // A server was replaced, and its successor has got this worker's declarations and sums: repeats
+  // the releases that the lost server has not answered.
   void ReleaseAgain(int server);
 
-  // A server was replaced: declares all tensors to its successor. `then` gets the reason if it
-  // refused, or "", on the thread that receives the answer.
+  // A server was replaced: declares all tensors to its successor. The thread that receives the
+  // answer calls `then` with the reason if the successor refused, otherwise with "".
   void TellAgain(int server, std::function<void(const std::string&)> then);
-  // By key, the oldest round that has not ended, of every tensor that has begun a round.
+  // Returns the oldest round that has not ended of every tensor that has begun a round, by key.
   std::map<uint64_t, uint32_t> OldestRounds();
-  // Name of a tensor that servers update, or "".
+  // Returns the name of any tensor that servers update, or "".
   std::string AnyUpdated();
 
   // Rejects all further declarations.
   void Fail(const std::string& reason);
 
-  // This worker's progress with each name.
+  // Returns this worker's progress with each name.
   ProgressByTensor Rounds();
-  // Names whose next round is at most the given one.
+  // Returns the names whose next round is at most the round given for the name.
   std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
-  // Adopts the progress of another worker, for names that are declared (without a round begun) or
-  // that will be. Gives back tensors of other lives.
+  // Adopts the progress of another worker, for names that will be declared, or that are declared
+  // and have begun no round. Gives back tensors whose life differs from the adopted one.
   void SetRounds(const ProgressByTensor& progress);
 
   size_t size();
-  // Number of open messages.
+  // Number of messages that servers have not answered.
   size_t unanswered();
 
  private:
@@ -107,7 +110,7 @@ class Declarations {
     std::string error;
     std::string body;
     uint64_t key = 0;                              // key of the first tensor
-    std::function<void(const std::string&)> then;  // null: a caller waits
+    std::function<void(const std::string&)> then;  // see TellAgain; null: a thread waits in Declare
   };
 
   // Tensors that were released by one message to each server.
@@ -118,18 +121,20 @@ class Declarations {
   };
 
   EntryPtr Find(const TensorSpec& spec);
-  // Returns the entries that are new, and marks them as asked.
+  // Returns the entries that no thread has declared or declares, and marks them as being declared.
   std::vector<EntryPtr> ClaimNew(const std::vector<EntryPtr>& entries);
   void Tell(const std::vector<EntryPtr>& entries);
-  // All or none. Throws UsageError if a tensor was released meanwhile.
+  // Begins the use of all these tensors. Throws UsageError, and begins the use of none, if a tensor
+  // was released meanwhile.
   void BeginUse(const std::vector<EntryPtr>& entries);
   void EndUse(const std::vector<EntryPtr>& entries);
   void Send(const std::shared_ptr<Exchange>& exchange, const std::vector<EntryPtr>& entries);
   void AwaitAnswers(const std::shared_ptr<Exchange>& exchange);
   void SetState(const std::vector<EntryPtr>& entries, State state);
-  // Waits until no other thread declares any of them. Returns whether all are declared.
+  // Waits until no other thread declares any of these entries. Returns whether all are declared.
   bool AwaitOthers(const std::vector<EntryPtr>& entries);
-  // Starts the name's next life. Returns the tensor of the ended life if that was its last use.
+  // Ends the current life of the name with this id. Returns the tensor of that life if nothing else
+  // uses it, otherwise null.
   TensorPtr EndLife(const std::string& id) PS_REQUIRES(mu_);
 
   const uint64_t job_;
@@ -145,10 +150,11 @@ class Declarations {
   std::map<std::string, EntryPtr> entries_ PS_GUARDED_BY(mu_);  // by id
   std::map<uint64_t, Told> told_ PS_GUARDED_BY(mu_);            // by key, until freed
   std::map<std::string, uint32_t> lives_ PS_GUARDED_BY(mu_);    // by id; zeros are left out
-  std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);  // by id, of tensors not declared yet
+  // Rounds begun of tensors that are not declared yet (SetRounds), by id.
+  std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_
-      PS_GUARDED_BY(mu_);  // by number, with the server
-  // By message number, with the server; until answered.
+      PS_GUARDED_BY(mu_);  // declaration messages and their servers, by number
+  // Release messages and their servers, by number, until they are answered.
   std::map<uint64_t, std::pair<std::shared_ptr<Releasing>, int>> releasing_ PS_GUARDED_BY(mu_);
   uint64_t last_message_ PS_GUARDED_BY(mu_) = 0;
 };

@@ -10,12 +10,12 @@ namespace core {
 
 // Measures the rate at which servers receive what a worker pushes.
 //
-// The result is the highest recent rate: what the link and the servers can take. It decays only
-// while partitions wait to be pushed, by half within some seconds; a worker with little to push
-// learns nothing about the link. Times are in ns of any clock. Not thread-safe.
+// The result is the highest recent rate, which the link and the servers can take. The result decays
+// by half within some seconds, but only while partitions wait to be pushed: otherwise a low rate
+// says nothing about the link. Times are in ns of any clock. Not thread-safe.
 class DeliveryRate {
  public:
-  // Starts a measurement: something is in flight, after nothing was.
+  // Starts a measurement: bytes are in flight now, after none were.
   void Begin(int64_t now) {
     begin_ = now;
     bytes_ = 0;
@@ -33,14 +33,16 @@ class DeliveryRate {
     Begin(now);
   }
 
-  // Bytes that arrive in `ns`. Empty while the rate is unknown.
+  // Returns the number of bytes that arrive in `ns` nanoseconds, or nothing while the rate is
+  // unknown.
   std::optional<uint64_t> BytesIn(int64_t ns) const {
     if (!rate_) return std::nullopt;
     return static_cast<uint64_t>(*rate_ * static_cast<double>(ns));
   }
 
  private:
-  // Much longer than a server takes to acknowledge an arrival.
+  // Shortest time over which a rate is measured: much longer than a server takes to acknowledge an
+  // arrival.
   static constexpr int64_t kSpanNs = 20'000'000;
   static constexpr double kKept = 0.99;
 

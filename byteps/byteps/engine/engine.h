@@ -53,7 +53,7 @@ class Engine : public ChannelUser {
 
   void Start();
   void Stop(bool suspend, const std::string& failure);
-  // First step of Stop: waits for operations in flight.
+  // Waits for operations in flight. This is the first step of Stop.
   void AwaitIdle();
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
@@ -87,9 +87,9 @@ class Engine : public ChannelUser {
   void AskToAdmit(int replica, int life) { context_.channel->AskToAdmit(replica, life); }
   // Tensors for which other workers wait for this worker's next push.
   std::vector<std::string> Awaited();
-  // Ranks whose values were missing in sums since the last call.
+  // Returns the ranks whose values were missing in sums since the last call.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
-  // Rounds begun per tensor; SetRounds adopts those of another worker.
+  // Returns this worker's progress with each name. SetRounds adopts the progress of another worker.
   ProgressByTensor Rounds() { return declarations_.Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { declarations_.SetRounds(progress); }
 
@@ -103,20 +103,21 @@ class Engine : public ChannelUser {
   std::vector<TensorPtr> Introduce(const std::vector<TensorSpec>& specs);
   TensorPtr Find(const TensorSpec& spec, TensorPtr* known);
   void MakeRoom(const TensorSpec& spec, Tensor* tensor);
-  // Whether the tensor is small, its values are ready, and nothing else is in flight. Its caller
-  // then copies it as a whole (staged_sum.h).
+  // Returns whether the tensor is small, its values are ready, and no other operation is in flight.
+  // The calling thread then copies the tensor as a whole (staged_sum.h).
   bool IsSmallAndAlone(const Operation& operation);
   void Fail(const std::string& reason);
 
-  // Releases streams that wait for failed sums. Fails the job if no call on the host would report
-  // the failure.
+  // Releases streams that wait for failed sums. Fails the job if no call of the user would
+  // otherwise report the failure.
   void EndFailedStreams();
   // Stops receiving into the operation's memory. After a failure, call AwaitWriters first.
   void AbandonPlaces(const Operation& operation);
-  // Throws the operation's error once nothing writes into its output any more.
+  // Waits until nothing writes into the operation's output any more, and throws its error.
   [[noreturn]] void ThrowFailure(const OperationPtr& operation, DeviceStream stream);
 
-  // Fails operations that nobody else will fail. These three are in staged_sum.cc.
+  // Fails operations that no other thread would fail. Watch, Verdict and Silence are in
+  // staged_sum.cc.
   void Watch();
   // Returns why the operation must fail now, or "".
   std::string Verdict(const OperationPtr& operation);
@@ -132,7 +133,7 @@ class Engine : public ChannelUser {
   Puller puller_;
   ps::Mutex replicas_mu_;
   ps::ReplicaView replicas_ PS_GUARDED_BY(replicas_mu_);
-  // By tensor: the last round for which others were reported to wait for this worker's push.
+  // The last round for which other workers were reported to wait for this worker's push, by tensor.
   std::map<std::string, uint32_t> awaited_ PS_GUARDED_BY(replicas_mu_);
   ps::Mutex failing_mu_;  // held until all failed operations are in the timeline
   std::vector<std::thread> threads_;

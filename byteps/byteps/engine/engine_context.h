@@ -33,8 +33,8 @@ struct EngineContext {
 
   Plan plan;
   const double op_timeout_s;
-  // Pinned memory for GPU tensors: for partitions in flight, for streamed sums, for small sums. All
-  // jobs of this process share the pools; each job counts its demand anew.
+  // Pools of pinned memory for GPU tensors: for partitions in flight, for streamed sums, and for
+  // small sums. All jobs of this process share the pools; each job counts its demand anew.
   PinnedPool* const pool;
   PinnedPool* const pool_for_streamed;
   PinnedPool* const pool_for_small;
@@ -48,7 +48,7 @@ struct EngineContext {
   CopyQueues copies;
   StreamedSums streamed;
   SmallSums small;
-  // Shared with callbacks of the device and the transport, which may outlive the engine.
+  // The engine shares these with callbacks of the device and the transport, which may outlive it.
   const std::shared_ptr<PushScheduler> scheduler;
   const std::shared_ptr<OperationTrace> trace;
 };

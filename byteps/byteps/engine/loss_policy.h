@@ -26,27 +26,28 @@ class LossPolicy {
 
   virtual ~LossPolicy() = default;
 
-  // Gives the policy its engine. Called once, before anything else. The arguments outlive this.
-  // `fail` ends the job.
+  // Gives the policy the parts of its engine, which outlive this. Called once, before all other
+  // functions. `fail` ends the job.
   void Attach(EngineContext* context, Declarations* declarations, Fail fail);
 
   // ----- on a partition's path
 
-  // Whether this worker keeps sums after they were answered. Answers are then not received into the
-  // caller's memory.
+  // Whether this worker keeps sums after it has received them. Answers are then not received into
+  // the caller's memory.
   virtual bool keeps_sums() const { return false; }
   // Completes the header of a partition's PUSH_PULL to `server`.
   virtual void Complete(PushHeader* header, int server);
   // Calls `send`, which records a request to `server` and, if given true, sends it. Returns the
   // error of `send`, or "".
   virtual std::string Send(int server, const std::function<std::string(bool is_there)>& send);
-  // Removes the request that `answer` belongs to. Returns false if nobody waits for it any more.
+  // Removes the request that `answer` belongs to. Returns false if no operation waits for the
+  // answer any more.
   virtual bool TakeRequest(Message* answer, Request* request);
 
   // ----- on the path of declarations
 
-  // Whether a server is lost and not replaced yet. Releases are then sent to its successor, by
-  // Declarations::ReleaseAgain.
+  // Whether a server is lost and not replaced yet. Releases are then sent later, to the server's
+  // successor, by Declarations::ReleaseAgain.
   virtual bool IsVacant(int server);
   // `server` has freed what it held of a released tensor.
   virtual void OnReleased(int server, const Tensor& tensor);
@@ -55,7 +56,8 @@ class LossPolicy {
 
   virtual void OnServerLost(int server, const std::string& reason);
   virtual void OnServerReplaced(int server);
-  // Handles an answer to a request of the policy's own. Returns false if it is none.
+  // Handles an answer to a request that the policy has sent. Returns false if the answer is to
+  // another request.
   virtual bool OnAnswer(const Message& message);
   // Called every second while operations are in flight.
   virtual void OnTick();

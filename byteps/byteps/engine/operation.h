@@ -1,4 +1,4 @@
-// Operation: a sum that a worker has begun: its partitions, its end, its failure.
+// Operation: a sum that a worker has begun, with the state of its partitions and its outcome.
 #ifndef BYTEPS_ENGINE_OPERATION_H_
 #define BYTEPS_ENGINE_OPERATION_H_
 
@@ -23,13 +23,13 @@ namespace core {
 
 class StagedSum;
 
-// Time (SteadyNs) at which a traced partition completed each stage; 0: not yet. Written by the
-// owner of the partition, except `sent`, which the transport sets at any time.
+// Times (SteadyNs) at which a traced partition completed its stages; 0: not yet. The thread that
+// works on the partition sets them, except `sent`, which the transport sets at any time.
 struct PartitionTimes {
   int64_t queued = 0;
-  int64_t ready = 0;  // computed by the GPU
+  int64_t ready = 0;  // the GPU had computed the values
   int64_t taken = 0;
-  int64_t copied = 0;  // copied from the GPU
+  int64_t copied = 0;  // the values were copied from the GPU
   std::atomic<int64_t> sent{0};
   int64_t answered = 0;
   int64_t pulling = 0;
@@ -48,14 +48,16 @@ class Operation {
   Operation(PushPullRequest what, TensorPtr which);
 
   const PushPullRequest request;
-  const TensorPtr tensor;  // null: nothing is summed
+  const TensorPtr tensor;  // null: the operation sums nothing
   const Clock::time_point started = Clock::now();
-  // Start of the current wait, in awake time of this process. Restarts when a server is replaced.
+  // Time at which the current wait began, in awake time of this process. It is set anew when a
+  // server is replaced.
   std::atomic<ps::AwakeClock::time_point> awaited_since{ps::AwakeClock::now()};
-  int64_t handle = 0;  // set before other threads see this, as are the next three
+  // These four members are set before other threads see this.
+  int64_t handle = 0;
   uint32_t round = 0;
   DeviceMoment ready;                 // GPU tensors: the moment at which the values are ready
-  std::shared_ptr<StagedSum> staged;  // null: not staged
+  std::shared_ptr<StagedSum> staged;  // null: the sum is not staged
   std::vector<PartitionTimes> times;  // by partition; empty if not traced
 
   const std::string& name() const { return request.tensor.name; }
@@ -68,16 +70,17 @@ class Operation {
   // Whether the output is on the GPU, too.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }
-  // Whether it starts a new round; kStep continues the round before.
+  // Whether the operation starts a new round. A kStep continues the round before.
   bool begins_round() const { return request.op != kStep && !moves_state(); }
 
-  // Ranges of partition `index`: the whole; what a server can be asked for a part of; what is sent
-  // of the input; what is wanted in the output.
+  // Ranges of partition `index`, in bytes of the tensor. Whole: all of it. Offered: the range of
+  // which a server can be asked for a part. Sent: the part of the input that is sent. Wanted: the
+  // part of the output that is wanted.
   Part Whole(uint64_t index) const;
   Part Offered(uint64_t index) const;
   Part Sent(uint64_t index) const;
   Part Wanted(uint64_t index) const;
-  // Addresses of partition `index` in the input, and of its wanted sum in the output.
+  // Addresses of partition `index` in the input, and of the partition's wanted sum in the output.
   const char* Source(uint64_t index) const;
   char* Target(uint64_t index) const;
   // The wanted range of `output`.
@@ -93,12 +96,14 @@ class Operation {
   // ----- thread-safe
 
   bool is_done();
-  // The error, or "". Valid once it is done.
+  // The error, or "". Valid once the operation is done.
   std::string error();
   // A partition's sum has arrived and is being copied to the GPU. The last arrival wakes the
-  // waiting thread, which then spins during the copy: waking it afterwards would take as long.
+  // waiting thread, which then spins until the copy is done: to wake it after the copy would take
+  // as long as the copy.
   void CountArrival();
-  // Moves a partition to a later stage; each stage at most once, in this order. Throws Error.
+  // Moves a partition to a later stage. A partition enters each stage at most once, in this order;
+  // otherwise throws Error.
   enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
   void Move(uint64_t index, Stage to);
   bool IsThrough(uint64_t index) { return *StageOf(index) == Stage::kThrough; }
@@ -110,29 +115,32 @@ class Operation {
   // Counts a completed partition. Returns true for the last one: the caller must end the operation.
   // Throws Error.
   bool CountPartition(uint64_t index);
-  // Counts copies to the GPU. Begun and Done may come in either order.
+  // Count copies to the GPU. For one copy, the two may be called in either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
-  // Whether copies may be in flight. Valid once all have been enqueued.
+  // Whether copies to the GPU may be in flight. Valid once all copies have been enqueued.
   bool is_copying() const { return copies_ != 0; }
   // Returns true to the first caller, who then must end the operation.
   bool ClaimEnd() { return !claimed_.exchange(true); }
-  // Ends the operation. `error` is "" if it succeeded. `moment`: when the sums are on the GPU.
+  // Ends the operation. `error`: "" if the operation succeeded. `moment`: the moment at which the
+  // sums are on the GPU.
   void End(const std::string& error, DeviceMoment moment);
-  // Calls `then` when the operation has ended, or at once if it has. Runs without a lock on the
-  // thread that ended it, and must not block. Only one function can be registered.
+  // Calls `then` when the operation has ended, or at once if it has ended. The thread that ends the
+  // operation makes the call, without a lock; `then` must not block. Only one function can be
+  // registered.
   void CallAtEnd(std::function<void()> then);
-  // Returns whether it ended in time. `receive` receives pending messages, and does not block.
+  // Waits until the operation has ended, for at most `limit`. Returns whether it has ended. Calls
+  // `receive`, which receives pending messages and must not block.
   bool AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive);
 
   // Bracket every write into `output`. If BeginWriting returns false, do not write: the operation
   // failed, and the caller may have freed the memory.
   bool BeginWriting();
   void EndWriting();
-  // Blocks until all writers have ended. Call after End.
+  // Blocks until all writes into `output` have ended. Call after End.
   void AwaitWriters();
 
-  // The moment at which the sums are on the GPU. Valid if it ended well.
+  // The moment at which the sums are on the GPU. Valid if the operation has succeeded.
   DeviceMoment landed();
 
  private:
@@ -163,19 +171,19 @@ using OperationPtr = std::shared_ptr<Operation>;
 // A partition in flight to its server.
 struct Task {
   enum Stage {
-    kTake,  // has room in the server's window, nothing else yet
-    kCopy,  // has pinned memory to copy to
-    kSend,  // values can be sent
+    kTake,  // the partition has room in the server's window, and nothing else yet
+    kCopy,  // the partition also has pinned memory to copy to
+    kSend,  // the values can be sent
   };
   OperationPtr operation;
   uint64_t index = 0;
   int server = 0;
   uint64_t bytes = 0;
-  bool again = false;  // was pushed before, to a server that is lost
+  bool again = false;  // the partition was pushed before, to a server that is lost
   Stage stage = kTake;
-  PinnedBlock block;  // pinned memory; GPU tensors
+  PinnedBlock block;  // pinned memory for the values of a GPU tensor
 
-  // Null if not traced.
+  // Returns the times to set, or null if the operation is not traced.
   PartitionTimes* times() const {
     return operation->times.empty() ? nullptr : &operation->times[index];
   }

@@ -19,13 +19,14 @@ namespace core {
 // Thread-safe.
 class OperationTrace {
  public:
-  // `tracer` null: nothing is traced.
+  // `tracer`: the timeline, or null to trace nothing.
   OperationTrace(std::unique_ptr<Tracer> tracer, int rank);
 
   // Adds a track for the slices of one thread.
   int AddTrack(const std::string& name);
 
-  // Decides whether to trace an operation. Call once it has its round, before other threads see it.
+  // Decides whether to trace an operation. Call after the operation has got its round, and before
+  // other threads see it.
   void Begin(Operation* operation);
 
   // Records work on a partition, from `begin` until now.
@@ -35,10 +36,11 @@ class OperationTrace {
   void BeginCopy(const Operation& operation) { Expect(operation); }
   // The announced copy is not made after all.
   void DropCopy(const Operation& operation) { Told(operation); }
-  // Records a copy that is done now. It began when it was enqueued, or when the previous copy of
-  // the same direction was done.
+  // Records a copy that is done now. The copy began when it was enqueued (`enqueued`) or, if that
+  // is later, when the previous copy of the same direction was done.
   void CopySlice(const Operation& operation, uint64_t index, bool to_host, int64_t enqueued);
-  // Records all stages of a partition. `done`: when its sum was there; 0: it failed.
+  // Records all stages of a partition. `done`: time at which the partition's sum was there; 0 if
+  // the partition failed.
   void Row(const Operation& operation, uint64_t index, int64_t done);
 
   // Waits up to a second for announced slices, then writes the file.
@@ -79,7 +81,7 @@ class OperationTrace {
 
   ps::Mutex mu_;
   ps::CondVar cond_;                     // a slice was recorded or dropped
-  int expected_ PS_GUARDED_BY(mu_) = 0;  // slices announced and not recorded yet
+  int expected_ PS_GUARDED_BY(mu_) = 0;  // number of slices announced and not recorded yet
 };
 
 }  // namespace core

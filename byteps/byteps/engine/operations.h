@@ -40,11 +40,12 @@ class Operations {
   // Makes the handle invalid. Throws UsageError if there is no such handle.
   void Forget(int64_t handle);
 
-  // End an operation. No effect if it has ended already.
+  // End an operation, with success or with an error. Do nothing if the operation has ended already.
   void Finish(const OperationPtr& operation, DeviceMoment landed);
   void Fail(const OperationPtr& operation, const std::string& error);
 
-  // Fails the job: all operations, now and later. Returns false if it had failed before.
+  // Fails the job: all operations, now and later, fail with `reason`. Returns false if the job had
+  // failed before.
   bool FailAll(const std::string& reason);
   bool failed();
   std::string failure();
@@ -53,20 +54,20 @@ class Operations {
   // Records an error without an operation, such as that of a declaration.
   void NoteError(const std::string& error);
 
-  // Operations that have not ended.
+  // Returns the operations that have not ended.
   std::vector<OperationPtr> Running();
   size_t num_running();
-  // Blocks until no operation is running, the job failed, or the time is up.
+  // Blocks until no operation is running, the job has failed, or `limit_s` seconds have passed.
   void AwaitIdle(double limit_s);
-  // Blocks until operations are running or a streamed one failed (returns true), or the job failed
-  // (returns false).
+  // Blocks until an operation is running or a streamed operation has failed; then returns true.
+  // Returns false if the job fails.
   bool AwaitWork();
   // Blocks for `seconds`, or until a streamed operation fails. Returns false at once if the job
   // fails.
   bool Sleep(double seconds);
 
  private:
-  // In order of their start, so that they also fail in that order.
+  // Orders operations by their start, so that they also fail in that order.
   struct BeganBefore {
     bool operator()(const OperationPtr& a, const OperationPtr& b) const {
       return a->handle < b->handle;
@@ -75,7 +76,7 @@ class Operations {
   using RunningSet = std::set<OperationPtr, BeganBefore>;
 
   void Remove(const OperationPtr& operation);
-  // Adds the time since the first of the operations that ran; none runs any more.
+  // The last running operation has ended: adds the time in which any was running to the counters.
   void CountBusy() PS_REQUIRES(mu_);
   // Updates the tensor's open rounds.
   static void EndRound(const Operation& operation);
@@ -90,12 +91,14 @@ class Operations {
   ps::CondVar ended_;       // the last operation ended, or the job failed
   ps::CondVar failed_job_;  // the job failed, or a streamed operation
   bool failed_ PS_GUARDED_BY(mu_) = false;
-  bool failed_stream_ PS_GUARDED_BY(mu_) = false;  // since the last Sleep
+  bool failed_stream_ PS_GUARDED_BY(mu_) =
+      false;  // a streamed operation failed since the last Sleep
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string first_error_ PS_GUARDED_BY(mu_);
-  std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for
+  std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until Forget
   RunningSet running_ PS_GUARDED_BY(mu_);
-  Operation::Clock::time_point busy_since_ PS_GUARDED_BY(mu_);  // while some are running
+  // Time since which operations have been running without a break.
+  Operation::Clock::time_point busy_since_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

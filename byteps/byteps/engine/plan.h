@@ -1,4 +1,5 @@
-// Plans a tensor before anything is sent: how it is cut, and which server sums which partition.
+// Plan: decides how a tensor is cut into partitions, and which server sums which partition, before
+// anything is sent.
 #ifndef BYTEPS_ENGINE_PLAN_H_
 #define BYTEPS_ENGINE_PLAN_H_
 
@@ -20,12 +21,12 @@ struct TensorSpec {
   std::string name;
   DType dtype = DType::kFloat32;
   uint64_t bytes = 0;
-  uint64_t piece_of = 0;  // bytes of the tensor that this one is a piece of; 0: none
+  uint64_t piece_of = 0;  // bytes of the whole tensor, if this is a piece of another one; or 0
   bool average = true;
   bool in_order = false;                             // see Declaration
-  bool feedback = false;                             // blocks only: see Declaration
+  bool feedback = false;                             // for blocks: see Declaration
   RankGroup group;                                   // ranks that sum; empty: all workers
-  std::optional<uint64_t> placement;                 // empty: derived from the key
+  std::optional<uint64_t> placement;                 // see Declaration; empty: from the key
   int device = kCpu;                                 // device of the memory
   std::shared_ptr<const UpdateRule> rule = nullptr;  // null: servers do not update it
 };
@@ -35,8 +36,8 @@ class Plan {
  public:
   Plan(const Config& config, const Launch& launch, int num_servers);
 
-  // Sets the bandwidth in Gbit/s, per direction, of the slowest worker's NIC. All workers pass the
-  // same value. 0: unknown.
+  // Sets the bandwidth of the slowest worker's NIC, in Gbit/s per direction; 0 if unknown. All
+  // workers pass the same value.
   void SetLink(double gbps) { link_bytes_per_s_ = gbps * 1e9 / 8; }
 
   int num_servers() const { return num_servers_; }
@@ -44,18 +45,19 @@ class Plan {
   // Upper limit of partition bytes, for any tensor.
   uint32_t largest_partition() const { return largest_partition_; }
 
-  // Partition bytes of a tensor of `bytes` bytes. A piece gets partitions as long as those of its
-  // whole tensor: a partition has a fixed cost, and each server gets partitions of all pieces.
+  // Returns the partition bytes of a tensor of `bytes` bytes. `piece_of`: see TensorSpec. A piece
+  // gets partitions as long as its whole tensor would: a partition has a fixed cost, and each
+  // server gets partitions of all pieces.
   uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0,
                           bool updated = false) const;
 
   // Makes the declaration that servers get. Throws UsageError if the tensor cannot be summed.
   Declaration Declare(const TensorSpec& spec) const;
 
-  // Servers of the partitions, and the order of the pushes.
+  // Servers of a tensor's partitions, and the order in which this worker pushes them.
   struct Layout {
     int rank = 0;                 // this worker's rank
-    std::vector<int> servers;     // one per partition
+    std::vector<int> servers;     // the server of each partition
     std::vector<uint32_t> order;  // partitions in the order in which this worker pushes them
   };
 

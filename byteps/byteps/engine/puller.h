@@ -16,21 +16,23 @@ namespace core {
 
 // Pulls sums from the servers.
 //
-// A CPU tensor receives its values directly; the receiving thread then only counts the partition.
-// For a GPU tensor values are received into pinned memory, and a pull loop copies them to the GPU
-// (the loop that is at it already, if there is one). Values that were received elsewhere, because
-// the transport cannot place them or no pinned memory was free, are copied by a pull loop.
+// The values of a CPU tensor are received straight into the tensor; the receiving thread then only
+// counts the partition. The values of a GPU tensor are received into pinned memory, and a pull loop
+// copies them to the GPU (if a pull loop is copying to this GPU already, the same loop). If values
+// were received elsewhere, because the transport could not place them or no pinned memory was free,
+// a pull loop copies them.
 
 class Puller {
  public:
   // `context` outlives this.
   explicit Puller(EngineContext* context);
 
-  // ChannelUser::PlaceFor and OnMessage, for all answers but those to declarations.
+  // Implement ChannelUser::PlaceFor and OnMessage, for all answers except those to declarations.
   char* PlaceFor(const MessageHead& head, size_t bytes);
   void OnAnswer(Message* message);
 
-  // Body of a pull loop (BYTEPS_PUSH_THREAD of them). Returns when closed and out of work.
+  // Runs a pull loop, in one of BYTEPS_PUSH_THREAD threads. Returns when the queue is closed and
+  // empty.
   void Loop(int track);
   void Close() { queue_->Close(); }
 
@@ -54,13 +56,13 @@ class Puller {
   void OnSum(Message* message, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
-  // CPU tensors: copies or decodes the values. Returns false if the operation failed; then nothing
-  // may be written.
+  // For CPU tensors: copies or decodes the values into the output. Returns false, and writes
+  // nothing, if the operation has failed.
   bool CopyToOutput(const Arrived& arrived);
-  // GPU tensors: enqueues the copy once there is pinned memory.
+  // For GPU tensors: enqueues the copy to the GPU, once there is pinned memory.
   void MoveToDevice(Arrived* arrived, int track);
-  // Leaves the copy from pinned memory to the thread that hands copies to the GPU at this moment.
-  // Returns false if there is none: a pull loop has to copy.
+  // Leaves the copy from pinned memory to the thread that is handing copies to the GPU at this
+  // moment. Returns false if no thread is: a pull loop then has to copy.
   bool LeaveCopy(const Request& request);
   CopyQueue::Entry CopyOf(const Request& request, int track);
   CopyQueue* QueueOf(const Request& request);

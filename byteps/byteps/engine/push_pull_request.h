@@ -16,12 +16,12 @@ namespace core {
 // partition is encoded when it is pushed, and decoded when its sum arrives.
 struct CodedValues {
   DType dtype = DType::kFloat32;
-  uint64_t count = 0;  // 0: not coded, the tensor travels as it is
-  uint64_t begin = 0;  // first wanted value; values outside [begin, end) stay unchanged
+  uint64_t count = 0;  // number of values; 0: not coded, the tensor travels as it is
+  uint64_t begin = 0;  // index of the first wanted value; others than [begin, end) stay unchanged
   uint64_t end = 0;
   const void* input = nullptr;
   void* output = nullptr;    // may be `input`
-  uint16_t* lost = nullptr;  // rounding errors, one per value; with feedback
+  uint16_t* lost = nullptr;  // with feedback: rounding errors, one per value
 };
 
 // A sum to be made. The caller owns the memory, and must not touch it until Wait has returned.
@@ -30,26 +30,26 @@ struct PushPullRequest {
   TensorSpec tensor;  // input and output are on tensor.device
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`
-  CodedValues coded;       // if coded, `input` holds the blocks and is `output`
+  CodedValues coded;       // if coded, `input` and `output` are the same memory, for the blocks
   // The wanted range of the sum, or of the state, in bytes. The rest of `output` stays unchanged.
-  // Equal ends: nothing is wanted.
+  // If begin and end are equal, nothing is wanted.
   uint64_t pull_begin = 0;
   uint64_t pull_end = UINT64_MAX;  // end of the tensor
-  int priority = 0;                // higher goes first
+  int priority = 0;                // tensors of a higher priority are pushed first
   bool forgets_lost = false;       // tells servers to drop the rounding errors of earlier sums
-  DeviceStream stream = nullptr;   // GPU stream; `input` is ready after its work so far
-  // GPU sums only: WaitFor returns at once, and its stream waits instead (engine/staged_sum.h).
-  // Ignored if there is too little pinned memory.
+  DeviceStream stream = nullptr;   // GPU stream; `input` is ready after the stream's work so far
+  // For sums on a GPU: WaitFor returns at once, and the stream that it gets waits for the sum
+  // instead (engine/staged_sum.h). Ignored if there is too little pinned memory.
   bool streamed = false;
-  // The Op for the servers. kPushPull for a sum. For a tensor with a rule: kPushStep, kPushNorm
-  // (`output`: GradientSums of each partition), kPushTry, kStep (for the round of the last
-  // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input). State is
-  // fp32, on the CPU.
+  // The Op of the requests to servers. kPushPull makes a sum. For a tensor with a rule, op is
+  // kPushStep, kPushNorm (`output`: GradientSums of each partition), kPushTry, kStep (for the round
+  // of the last kPushNorm or kPushTry; without input), kLoadState (without output) or kReadState
+  // (without input). State is fp32, on the CPU.
   int op = kPushPull;
   GradientSums* sums = nullptr;  // kPushTry: one per partition, on the CPU
   std::string detail;            // body after the header: an UpdateStep, or a slot
 
-  // Size of what pull_begin and pull_end cut a range from.
+  // Size of the sum or state from which pull_begin and pull_end choose a range, in bytes.
   uint64_t OfferedBytes() const;
 };
 

@@ -18,13 +18,13 @@ namespace core {
 // Decides which partition is pushed next, and when.
 //
 // Each server has a queue of partitions, ordered by priority, then by arrival. It also has a
-// window: the number of bytes that may be in flight to it. The first partition whose server has
-// room goes next, so a slow server does not block partitions of the others. A partition leaves the
-// window when the transport knows that it arrived (over RDMA: was written), not when it is
-// answered. Answers wait for other workers; workers with full windows would wait for each other for
-// ever.
+// window: the number of bytes that may be in flight to the server. The first partition whose server
+// has room goes next, so a slow server does not block partitions of other servers. A partition
+// leaves the window when the transport knows that it has arrived (over RDMA: was written). It must
+// not stay until it is answered: an answer waits for other workers, so workers with full windows
+// would wait for each other for ever.
 //
-// The window is BYTEPS_SERVER_WINDOW_BYTES. If that is 0, it is the larger of
+// The window is BYTEPS_SERVER_WINDOW_BYTES. If that is 0, the window is the larger of
 // - two partitions per NIC of this worker. Two keep a link busy while a completion is in flight,
 //   and a partition uses one link;
 // - the server's share of what all servers take in 5 ms, 16 MiB at most. This matters for small
@@ -37,9 +37,9 @@ namespace core {
 // with more bytes in the link's queue gets more of the link. If that is the first rank on one host
 // and the second on another, the sums of both wait.
 //
-// Equal windows do not prevent the drift for long. So a worker that is ahead steps back: if more
-// than half a window of its values wait on a server for those of other workers, its window becomes
-// a quarter, and the other ranks of its host get more of the link.
+// Equal windows do not prevent the drift for long. So a worker that is ahead gives way: if more
+// than half a window of its values wait on a server for the values of other workers, its window
+// shrinks to a quarter, and the other ranks of its host get more of the link.
 //
 // An idle server takes a partition of any size. Thread-safe.
 class PushScheduler {
@@ -54,8 +54,8 @@ class PushScheduler {
 
   // Queues tasks of one priority, in this order.
   void Add(int priority, std::vector<Task> tasks);
-  // Queues a task, unless it can go at once. Returns true if so: it has its place in the window,
-  // and the caller must send it.
+  // Queues a task, unless it can go at once. Returns true if it can: the task then has room in the
+  // window, and the caller must send it.
   bool AddOrTake(int priority, Task task);
   // Puts back a task that was taken and is ready for its next stage.
   void Resume(Task task);
@@ -70,18 +70,18 @@ class PushScheduler {
   // `bytes` taken for `server` will never arrive, or need not be waited for.
   void Return(int server, uint64_t bytes);
 
-  // Empties the queues. Tasks that were taken stay taken.
+  // Empties the queues, and returns their tasks. Tasks that were taken stay taken.
   std::vector<Task> Clear();
   void Close();
 
-  // Servers for which partitions of this operation are queued.
+  // Returns the servers for which partitions of this operation are queued.
   std::set<int> ServersOf(const Operation* operation);
   size_t queued();
-  // Partitions taken that have not left their window.
+  // Number of partitions that were taken and have not left their window.
   size_t under_way();
 
  private:
-  // By priority, then by arrival.
+  // Orders tasks by priority, then by arrival.
   struct Order {
     int priority;
     uint64_t sequence;
@@ -98,10 +98,10 @@ class PushScheduler {
     std::map<Order, Task> queue;
     uint64_t under_way = 0;       // bytes in flight
     int64_t waiting = 0;          // bytes delivered and not answered
-    std::optional<Order> listed;  // order of its first task, if that is in going_
+    std::optional<Order> listed;  // order of the server's first task, if that task is in going_
   };
 
-  // A server's window if partitions have `bytes` bytes and all windows together `all`.
+  // Returns a server's window, if partitions have `bytes` bytes and all windows together `all`.
   uint64_t WindowFor(uint64_t bytes, uint64_t all) const PS_REQUIRES(mu_);
   // Sum of all windows, unless two partitions per NIC need more.
   uint64_t WindowOfAll() const PS_REQUIRES(mu_);
@@ -111,7 +111,7 @@ class PushScheduler {
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
   // Whether to wake a thread for this server's first task. Avoids a wake-up for each partition of a
-  // large window; the question comes again with every partition that leaves.
+  // large window. This is checked again whenever a partition leaves the window.
   bool IsWorthWaking(const Server& server) const PS_REQUIRES(mu_);
   // Removes bytes from the window. Returns whether to wake a thread for the server's next task.
   bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);
@@ -119,7 +119,7 @@ class PushScheduler {
   const uint64_t window_;
 
   ps::Mutex mu_;
-  ps::CondVar cond_;  // a task may be available
+  ps::CondVar cond_;  // notified when a task may be available
   std::vector<Server> servers_ PS_GUARDED_BY(mu_);
   std::set<std::pair<Order, int>> going_ PS_GUARDED_BY(mu_);  // first tasks of servers with room
   std::multimap<int, Task, HigherFirst> resumed_ PS_GUARDED_BY(mu_);

@@ -12,14 +12,14 @@ namespace core {
 
 // Pushes partitions to their servers.
 //
-//   Add ─▶ [the GPU has computed it] ─▶ scheduler ─▶ push loop ─▶ server
-//                                         ▲   │ take: get pinned memory, or wait for it
-//                                         │   │ copy: enqueue it, go on with another partition
-//                                         └───┘ send: when it is copied
+//   Add ─▶ [values are computed] ─▶ scheduler ─▶ push loop ─▶ server
+//                                     ▲   │ take: get pinned memory, or wait for it
+//                                     │   │ copy: enqueue the copy, go on with another partition
+//                                     └───┘ send: when the copy is done
 //
-// A GPU tensor enters the scheduler when its values are ready: a tensor that is still being
+// A GPU tensor enters the scheduler when its values are ready, since a tensor that is still being
 // computed must not hold a window or the copy stream. A CPU tensor is sent from its own memory. A
-// streamed sum is sent from pinned memory, to which its caller has enqueued the copies.
+// streamed sum is sent from pinned memory, to which the calling thread has enqueued the copies.
 
 class Pusher {
  public:
@@ -30,21 +30,21 @@ class Pusher {
   // the device fails.
   void Add(const OperationPtr& operation);
 
-  // Body of a push loop (BYTEPS_PUSH_THREAD of them). Returns when the scheduler is closed.
+  // Runs a push loop, in one of BYTEPS_PUSH_THREAD threads. Returns when the scheduler is closed.
   void Loop(int track);
 
  private:
   // Queues or sends partitions whose values are ready.
   void AddReady(const OperationPtr& operation, std::vector<Task> tasks);
-  // Takes a task as many stages further as it can. Never throws: fails the operation instead.
+  // Takes a task through as many stages as possible now. Never throws: fails the operation instead.
   void Advance(Task task, int track);
   void PrepareFromDevice(Task task, int track);
   void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
-  // Whether servers may learn where the sums belong before they send them.
+  // Whether servers may learn the destinations of sums before they send the sums.
   bool OffersPlaces(const Operation& operation) const;
-  // Records a request and sends it unless `is_there` is false (the server is lost). Returns an
-  // error or "".
+  // Records a request, and sends it if `is_there` (otherwise the server is lost). Returns an error
+  // or "".
   std::string SendNow(const Task& task, int track, bool is_there);
   void Fail(const Task& task, const std::string& error);
   void Drop(const Task& task);

@@ -33,21 +33,23 @@ class Requests {
  public:
   // Adds a request and returns its number, which the answer carries.
   uint64_t Remember(Request request);
-  // Removes a request. If there is none: returns false after Clear, throws Error before.
+  // Removes a request. If there is no such request, returns false after Clear, and throws Error
+  // before.
   bool Take(uint64_t number, Request* request);
-  // Copies a request, which stays in. Returns false if there is none.
+  // Copies a request, and does not remove it. Returns false if there is no such request.
   bool Peek(uint64_t number, Request* request);
   // Keeps the memory that receives the answer. Returns false if there is no such request.
   bool KeepBlock(uint64_t number, PinnedBlock block);
 
   // Call before the first request to use FirstOpen and HasOpen.
   void Track() { tracks_ = true; }
-  // Number of the oldest request that `server` has not answered, or the next number.
+  // Number of the oldest request that `server` has not answered; the number of the next request if
+  // it has answered all.
   uint64_t FirstOpen(int server);
   bool HasOpen(int server);
 
-  // Removes the requests that `server` has not answered, and returns them by number. Its later
-  // answers to them are ignored.
+  // Removes the requests that `server` has not answered, and returns them in the order of their
+  // numbers. Later answers to them are ignored.
   std::vector<Request> TakeBack(int server);
 
   std::vector<Request> All();

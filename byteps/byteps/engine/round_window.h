@@ -17,19 +17,19 @@ namespace byteps {
 namespace core {
 
 // Admits as many rounds of a tensor as servers keep open. Later rounds wait until an earlier round
-// has ended, well or not. Meanwhile they hold no thread, no server window and no pinned memory.
-// There is no deadlock: the oldest round that is open at any member is within every member's
-// window.
+// has ended, with success or not. A waiting round holds no thread, no server window and no pinned
+// memory. There is no deadlock: the oldest round that is open at any member is within every
+// member's window.
 //
 // Thread-safe.
 class RoundWindow {
  public:
   using Push = std::function<void()>;
 
-  // `oldest`: the oldest round that has not ended. Outlives this.
+  // `oldest`: the oldest round that has not ended. The variable outlives this.
   explicit RoundWindow(const std::atomic<uint32_t>* oldest) : oldest_(oldest) {}
 
-  // Call before the first push.
+  // Sets the number of rounds that servers keep open. Call before the first push.
   void SetSize(uint32_t rounds) { size_ = rounds; }
 
   // Whether a round may be pushed now.

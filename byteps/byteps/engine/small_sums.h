@@ -10,16 +10,17 @@
 namespace byteps {
 namespace core {
 
-// Keeps small sums that have arrived, and so their memory, until the copies to the GPU are done.
+// Keeps small sums that have arrived, with their memory, until the copies to the GPU are done.
 class SmallSums {
  public:
   SmallSums() = default;
-  // Hands sums whose copies are not done to the driver, which frees them when they are.
+  // Hands the sums whose copies are not done to the driver, which frees them after the copies.
   ~SmallSums();
   SmallSums(const SmallSums&) = delete;
   SmallSums& operator=(const SmallSums&) = delete;
 
-  // Adds a sum, and drops the oldest ones whose copies are done.
+  // Adds a sum, and drops the oldest sums whose copies are done. `made`: the moment at which the
+  // copies of the added sum are done.
   void Add(const OperationPtr& operation, DeviceMoment made);
 
  private:

@@ -22,8 +22,9 @@ class SpeedMeter {
     Forget(now);
   }
 
-  // Returns the time in ms since the epoch, and MB/s: bytes summed in the last 10 s, divided by the
-  // time since the oldest of these sums started; 0 if there was none.
+  // Returns the current time in ms since the epoch, and the throughput in MB/s. The throughput is
+  // the number of bytes summed in the last 10 s, divided by the time since the oldest of these sums
+  // started; 0 if there was no sum.
   std::pair<uint64_t, double> Get() {
     const auto now = std::chrono::steady_clock::now();
     ps::MutexLock lock(&mu_);

@@ -1,10 +1,10 @@
-// Sum of a GPU tensor that lies in pinned memory as a whole, from the copy to the host to the copy
-// back. In between the engine treats it as a CPU tensor: it pushes from that memory and receives
-// into it. There are two kinds.
+// Sum of a GPU tensor that lies in pinned memory as a whole, from the copy to the host until the
+// copy back to the GPU. In between, the engine treats the sum as that of a CPU tensor: it pushes
+// from the pinned memory and receives into it. There are two kinds of staged sums.
 //
-// A streamed sum has any size. Streams wait for it, and no thread:
+// A streamed sum has any size. Streams wait for it, and no thread does:
 //
-//   PushPull: enqueues copies of all values to pinned memory; the driver reports each
+//   PushPull: enqueues copies of all values to pinned memory; the driver reports each copy
 //   Land:     enqueues, in the caller's stream, a wait for a word, and the copies back
 //   engine:   sets the words
 //
@@ -13,9 +13,10 @@
 // all streams are idle, and blocks every thread that enqueues a copy. A sum that needed such a copy
 // would deadlock. Copies that were enqueued before proceed, and so do callbacks of the driver.
 //
-// A small sum is alone in flight. Its caller copies it as a whole with a call or two of the driver,
-// before PushPull returns and when the sum has arrived. So no engine thread has to be woken for a
-// copy, which would take as long as several partitions on a fast link.
+// A small sum is the only operation in flight. The thread that calls PushPull copies it as a whole
+// with a call or two of the driver, before PushPull returns; the waiting thread copies it back when
+// the sum has arrived. So no engine thread has to be woken for a copy: to wake one would take as
+// long as several partitions take on a fast link.
 #ifndef BYTEPS_ENGINE_STAGED_SUM_H_
 #define BYTEPS_ENGINE_STAGED_SUM_H_
 
@@ -42,11 +43,11 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Size limit of a small sum, in bytes.
   static constexpr uint64_t kSmall = 1 << 20;
 
-  // Bytes of the largest block that sums take from a pool of `limit` bytes. Neighbours share a
-  // block, so that one driver call copies them.
+  // Bytes of the largest block that sums take from a pool of `limit` bytes. Neighbouring partitions
+  // share a block, so that one call of the driver copies them.
   static uint64_t LargestBlock(uint64_t limit, uint64_t largest_partition);
-  // Takes pinned memory for all partitions. Returns null if the pool has too little. Call before
-  // any other thread sees the operation.
+  // Makes a sum with pinned memory for all partitions. Returns null if the pool has too little
+  // memory. Call before any other thread sees the operation.
   static std::shared_ptr<StagedSum> TryMake(const Operation& operation, PinnedPool* pool);
   StagedSum(const StagedSum&) = delete;
   StagedSum& operator=(const StagedSum&) = delete;
@@ -54,32 +55,34 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Pinned memory of a partition.
   char* MemoryOf(uint64_t index) const { return partitions_[index].memory.get(); }
 
-  // Enqueues the copies to the host. `copied` is called with a range of the order for each copied
-  // part, on the driver's thread. It must not block, and keeps the operation alive.
+  // Enqueues the copies to the host. The driver's thread calls `copied` for each copied part, with
+  // a range of Plan::Layout::order. `copied` must not block, and must keep the operation alive.
   void CopyToHost(const DeviceMoment& ready, const std::function<void(size_t, size_t)>& copied);
   // Copies a small sum whose values are ready. Returns true if the copy is done. Returns false if
-  // it is not worth waiting for: `copied` will be called as above.
+  // the copy takes too long to wait for it: the driver's thread then calls `copied`.
   bool CopyToHostNow(const std::function<void()>& copied);
-  // Whether values of a partition are there, to be pushed.
+  // Whether the values of any partition were copied to the host, and so can be pushed.
   bool has_copied() const { return has_copied_; }
-  // Returns a guard to hold while the memory is being sent. Null: the sum failed, do not send.
+  // Returns a guard to hold while the memory is being sent. Returns null if the sum has failed: do
+  // not send then.
   std::shared_ptr<void> BeginSend();
-  // The sum of a partition is in its memory.
+  // The sum of a partition has arrived in the partition's pinned memory.
   void Arrive(uint64_t index);
-  // Enqueues the copies back, once. `stream` waits for the sums, or for Fail. `operation` owns
-  // this.
+  // Enqueues the copies back to the GPU; call once. `stream` waits for the sums, or for Fail.
+  // `operation` owns this.
   Landing CopyToDevice(const OperationPtr& operation, DeviceStream stream);
-  // Enqueues the copies back of a small sum that has arrived. The result: when they are done.
+  // Enqueues the copies back to the GPU, of a small sum that has arrived. Returns the moment at
+  // which the copies are done.
   DeviceMoment CopyBack(DeviceStream stream);
   // Whether CopyToDevice was called.
   bool is_awaited() const { return is_awaited_; }
   // Never returns the memory to the pool.
   void KeepMemory() const;
-  // The operation failed: send no more of it.
+  // The operation has failed: later calls of BeginSend return null.
   void BeginFail();
-  // Releases waiting streams with NaN (-1 for integers) in their sums. Call after BeginFail, once
-  // nobody writes into the memory. Waits until `deadline` for sends in flight. A peer that is sent
-  // NaN because they took longer is in a failed job, too.
+  // Releases waiting streams, with NaN (-1 for integers) in their sums. Call after BeginFail, once
+  // nothing writes into the memory. Waits until `deadline` for sends in flight. A send that takes
+  // longer may send NaN to a peer; the peer's job has then failed, too.
   void Fail(std::chrono::steady_clock::time_point deadline);
 
  private:
@@ -91,9 +94,9 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   };
   // Partitions that are copied together. Chunks are few, since each takes several driver calls.
   struct Chunk {
-    size_t begin = 0;  // index in the order
+    size_t begin = 0;  // range of Plan::Layout::order
     size_t end = 0;
-    std::atomic<size_t> left{0};  // partitions whose sums have not arrived
+    std::atomic<size_t> left{0};  // number of partitions whose sums have not arrived
     DeviceWord* summed = nullptr;
     bool is_copied = false;
   };
@@ -101,14 +104,16 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   StagedSum(const Operation& operation, std::vector<uint32_t> order);
 
   void Cut(uint64_t bytes);
-  // One copy for neighbours that are adjacent at both ends.
+  // Returns the copies of a chunk's partitions. A single copy serves partitions that are adjacent
+  // both in the source and in the destination.
   template <typename CopyOf>
   std::vector<Copy> CopiesOf(const Chunk& chunk, CopyOf copy_of) const;
-  // From the tensor to the chunk's memory.
+  // Returns the copies from the tensor to the chunk's memory.
   std::vector<Copy> CopiesToHost(const Chunk& chunk) const;
-  // Wanted sums from the chunk's memory to the tensor.
+  // Returns the copies of the wanted sums, from the chunk's memory to the tensor.
   std::vector<Copy> CopiesToDevice(const Chunk& chunk) const;
-  // Takes memory for a chunk's partitions, neighbours in one block. Returns false if there is none.
+  // Takes memory for a chunk's partitions; neighbouring partitions share a block. Returns false if
+  // the pool has too little memory.
   bool TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool);
   // Indices of a chunk's partitions, in the order of the tensor.
   std::vector<uint32_t> InPlace(const Chunk& chunk) const;

@@ -12,7 +12,7 @@
 namespace byteps {
 namespace core {
 
-// The moment at which sums are in their tensors.
+// The moment at which the sums are in their tensors on a device.
 struct Landing {
   int device = kCpu;
   DeviceMoment made;
@@ -21,7 +21,7 @@ struct Landing {
   void MakeWait(DeviceStream stream) const;
 };
 
-// Streamed sums that have not ended, for the watcher.
+// Streamed sums that have not ended. The engine watches them, since no thread waits for them.
 class StreamedSums {
  public:
   void Add(const OperationPtr& operation);
@@ -30,7 +30,7 @@ class StreamedSums {
   bool empty();
 
  private:
-  // Drops those that ended well.
+  // Drops the operations that have succeeded.
   void Sweep() PS_REQUIRES(mu_);
 
   ps::Mutex mu_;

@@ -15,23 +15,24 @@ namespace core {
 
 // A tensor that this worker sums, as the servers know it. Only the atomics and `running` change.
 struct Tensor {
-  uint64_t job = 0;  // the Declarations that made it
+  uint64_t job = 0;  // number of the Declarations object that made the tensor
   Declaration declaration;
   uint64_t key = 0;
   Plan::Layout layout;
-  std::atomic<uint32_t> rounds{0};    // rounds that this worker has begun
-  std::atomic<uint32_t> oldest{0};    // oldest round that has not ended, or the next one
+  std::atomic<uint32_t> rounds{0};    // number of rounds that this worker has begun
+  std::atomic<uint32_t> oldest{0};    // oldest round that has not ended; if none, the next round
   std::atomic<bool> has_room{false};  // whether pinned memory is reserved; tensors on GPUs
   std::set<uint32_t> running;  // rounds that have not ended; guarded by the lock of Operations
   RoundWindow window{&oldest};
   std::atomic<bool> is_released{false};
 
-  // Counts the users: the name until it is released, a declaration in flight, and each operation.
-  // The last user to end gives the tensor back (Declarations::GiveBack).
+  // Begin and end a use of the tensor. The name uses the tensor until it is released; a declaration
+  // in flight and each operation use it, too. The last user to end gives the tensor back
+  // (Declarations::GiveBack).
   //
-  // BeginUse returns false if there are no users left; then there never will be.
+  // BeginUse returns false if no use is left; no use can begin then.
   bool BeginUse();
-  // Returns true if that was the last use.
+  // Returns true if the ended use was the last one.
   bool EndUse() { return users_.fetch_sub(1) == 1; }
   bool is_used() const { return users_ > 0; }
 

@@ -39,13 +39,14 @@ class Worker {
   void Start(const Config& config, const Launch& launch, int num_servers,
              std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses);
 
-  // Waits for operations in flight (BYTEPS_PEER_TIMEOUT_S at most), says goodbye, and closes. No
-  // effect if not started. `failure`: why this process ends, or "" if its work is done.
+  // Waits for operations in flight (BYTEPS_PEER_TIMEOUT_S at most), leaves the job, and closes the
+  // channel. Does nothing if the worker was not started. `suspend`: the worker will come back.
+  // `failure`: why this process ends, or "" if its work is done.
   void Stop(bool suspend, const std::string& failure = "");
 
   // Call at the end of the process. Waits for operations in flight, and registers Stop as an exit
-  // handler, which learns the exit status: other than 0 is a failure. Memory of operations must
-  // stay valid until then.
+  // handler. The handler gets the exit status; a status other than 0 is a failure. The memory of
+  // operations must stay valid until the handler runs.
   void StopAtExit();
 
   bool started() { return engine() != nullptr; }
@@ -57,46 +58,49 @@ class Worker {
   // Whether the job failed. If so, only Stop may be called.
   bool failed();
 
-  // Throws Error if the job failed. Needed by callers that only let streams wait.
+  // Throws Error if the job failed. For callers that never wait for a sum themselves, because
+  // streams wait.
   void Check() { Started()->Check(); }
 
   // Whether streams wait for this sum. Throws UsageError if there is no such handle.
   bool IsStreamed(int64_t handle) { return Started()->IsStreamed(handle); }
 
   // Declares tensors to the servers, all in one message per server, and reserves pinned memory for
-  // those on GPUs. Blocks until the servers have answered.
+  // tensors on GPUs. Blocks until the servers have answered.
   void Declare(const std::vector<TensorSpec>& specs) { Started()->Declare(specs); }
 
-  // See Declarations::Release. No effect if not started. Never blocks.
+  // Releases names, as Declarations::Release does. Does nothing if the worker was not started.
+  // Never blocks.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank) {
     if (const auto engine = this->engine()) engine->Release(names, lowest_rank);
   }
 
-  // Starts a sum and returns its handle, a positive number. Blocks only for the first use of a name
-  // that was not declared. `known`, in and out: the tensor, as the last call returned it, null at
-  // first. It saves the look-up by name.
+  // Starts a sum and returns its handle, a positive number. Blocks only if this is the first use of
+  // a name that was not declared. `known` saves the look-up by name: pass a variable that is null
+  // at first, and again the same variable in later calls for this tensor.
   int64_t PushPull(const PushPullRequest& request, TensorPtr* known = nullptr) {
     return Started()->PushPull(request, known);
   }
 
-  // Whether WaitFor would return true (or throw) at once; for a streamed sum, whether it has
-  // arrived.
+  // Returns whether WaitFor would return true, or throw, at once. For a streamed sum, returns
+  // whether the sum has arrived.
   bool Poll(int64_t handle);
 
-  // Blocks until the sum has arrived (returns true) or the time is up (returns false). If it has
-  // arrived, drops the handle, and makes `stream` wait until the sum is on the GPU. Throws Error if
-  // the sum failed, once nothing writes into its output any more; UsageError if there is no such
-  // handle. The input of a failed sum may still be read until Stop has returned.
+  // Blocks until the sum has arrived, and then returns true. Returns false after `limit`. If the
+  // sum has arrived, drops the handle, and makes `stream` wait until the sum is on the GPU. Throws
+  // Error if the sum failed, once nothing writes into its output any more, and UsageError if there
+  // is no such handle. The transport may read the input of a failed sum until Stop has returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
-  // Returns whether the operation ended in time, well or not. Keeps the handle.
+  // Blocks until the operation has ended, with success or not, for at most `limit`. Returns whether
+  // it has ended. Keeps the handle.
   bool AwaitEnd(int64_t handle, std::chrono::nanoseconds limit);
 
-  // Streamed sums: enqueues in `stream` the wait for the sum and the copies to its tensor, and
-  // drops the handle. Throws as WaitFor does, if the failure is known by now.
+  // For streamed sums: enqueues in `stream` the wait for the sum and the copies to its tensor, and
+  // drops the handle. Throws as WaitFor does, if the sum is known to have failed.
   Landing Land(int64_t handle, DeviceStream stream);
 
-  // Calls `then` once Poll returns true, or at once if it does. Runs on a thread of the engine, and
-  // must not block. Throws UsageError if there is no such handle.
+  // Calls `then` as soon as Poll returns true, which may be at once. A thread of the engine makes
+  // the call; `then` must not block. Throws UsageError if there is no such handle.
   void CallAtEnd(int64_t handle, std::function<void()> then);
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
@@ -128,9 +132,9 @@ class Worker {
   std::vector<Metric> Metrics();
 
  private:
-  // The engine of the current job, or null. It lives while a caller holds it.
+  // Returns the engine of the current job, or null. The engine lives as long as a caller holds it.
   std::shared_ptr<Engine> engine();
-  // The engine of the current job. Throws Error if there is none.
+  // Returns the engine of the current job. Throws Error if there is none.
   std::shared_ptr<Engine> Started();
 
   SpeedMeter speed_;
