@@ -24,27 +24,26 @@ std::vector<Variable> MakeTable() {
       {"DMLC_PS_ROOT_PORT", kInt, "port", "0", 0, 65535, "",
        "Port of the scheduler. On the scheduler itself 0 lets the kernel choose; see --port-file."},
       {"DMLC_NUM_WORKER", kInt, "workers", "1", 1, kMaxInt, "",
-       "Workers in the job. Workers use WORLD_SIZE if the launcher sets it."},
-      {"DMLC_NUM_SERVER", kInt, "servers", "1", 1, 65536, "", "Servers in the job."},
+       "Number of workers in the job. Workers use WORLD_SIZE if the launcher sets it."},
+      {"DMLC_NUM_SERVER", kInt, "servers", "1", 1, 65536, "", "Number of servers in the job."},
       {"DMLC_WORKER_ID", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker; RANK wins.",
        kLauncher},
       {"DMLC_NODE_HOST", kString, "", "", 0, 0, "",
-       "Address at which other nodes reach this process. Default: that of DMLC_INTERFACE."},
+       "Address at which other nodes reach this process. Default: the address of DMLC_INTERFACE."},
       {"DMLC_INTERFACE", kString, "", "", 0, 0, "",
        "Network interface at whose address other nodes reach this process. Default: the one that "
        "leads to the scheduler."},
       {"BYTEPS_NICS", kString, "", "auto", 0, 0, "",
        "Interfaces that carry data, such as eth0,eth1, or RDMA devices, such as mlx5_0,mlx5_1. "
-       "auto: "
-       "those at least half as fast as the fastest, of these a worker the nearest to its GPU; or "
-       "alone what DMLC_INTERFACE or DMLC_NODE_HOST names, or a virtual one that leads to the "
-       "scheduler."},
+       "auto: the NICs that are at least half as fast as the fastest; a worker uses those "
+       "nearest to its GPU. If DMLC_INTERFACE or DMLC_NODE_HOST names an interface, or a virtual "
+       "one leads to the scheduler, auto uses only this one."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which a server listens; a firewall must let workers reach it. 0: the kernel "
        "chooses. Workers listen nowhere."},
       {"DMLC_USE_KUBERNETES", kBool, "", "0", 0, 1, "",
-       "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a "
-       "service in front of it."},
+       "The scheduler listens on every address. Set it if DMLC_PS_ROOT_URI is the address of a "
+       "service in front of the scheduler."},
       {"DMLC_ENABLE_RDMA", kChoice, "", "tcp", 0, 0, "tcp|0|ibverbs|1",
        "Transport: tcp (or 0), or ibverbs (or 1) for RDMA over InfiniBand or RoCE. The same on all "
        "nodes."},
@@ -60,31 +59,30 @@ std::vector<Variable> MakeTable() {
        kLauncher},
       {"BYTEPS_REPLICA", kString, "", "", 0, 0, "",
        "NUMBER/COUNT: this job is one of COUNT replicas of a model, which meet only at the "
-       "servers. "
-       "NUMBER begins at 0. Each replica has equally many workers; the scheduler counts all of "
-       "them. Set by worker.sh --replica."},
+       "servers. NUMBER begins at 0. Each replica has the same number of workers; the scheduler "
+       "counts those of all replicas. worker.sh --replica sets this."},
       {"BYTEPS_QUORUM", kString, "", "", 0, 0, "",
        "REPLICAS@SECONDS, the quorum of bps.init() and --dpu-quorum: once so many replicas have "
        "pushed, the others have so long.",
        kInternal},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
-       "Embedded mode: servers started on each host. One uses all NICs of its host. Unless it is "
-       "set, hosts whose NICs are faster than others' start more of them, in proportion."},
+       "Embedded mode: number of servers on each host. One server uses all NICs of its host. By "
+       "default hosts with faster NICs start more servers, in proportion."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
-       "Name of this host. Workers with the same name share a NIC and reach each other without it. "
-       "Default: the host's name and the kernel's boot id."},
+       "Name of this host. Workers with the same name share a NIC and reach each other without "
+       "the NIC. Default: the host's name and the kernel's boot id."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "A peer that is silent for this long is lost, and the job fails. (A closed connection is "
        "noticed at once.)"},
       {"BYTEPS_START_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
-       "The scheduler must answer within this time. Once a worker has registered, all nodes must, "
-       "each within this time of the previous one."},
+       "The scheduler must answer within this time. After the first worker has registered, every "
+       "other node must register within this time of the previous one."},
       {"BYTEPS_RECONNECT_TIMEOUT_S", kFloat, "s", "30", 0, 86400, "",
-       "A broken connection is made again, over TCP and RDMA, and what was in flight is sent "
-       "again. After this long without success the peer is lost, and the job fails. 0: at once."},
+       "If a connection breaks, over TCP or RDMA, its nodes connect again and repeat what was in "
+       "flight. After this long without success the peer is lost, and the job fails. 0: at once."},
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
-       "A push_pull that takes longer fails and names the ranks that did not push. None fails "
-       "while a lost server or scheduler may return."},
+       "A push_pull that takes longer fails and names the ranks that did not push. It does not "
+       "fail while a lost server or scheduler may return."},
       {"BYTEPS_STOP_TIMEOUT_S", kFloat, "s", "25", 0, 3600, "",
        "How long a scheduler or server that gets SIGTERM waits for workers to save and leave. A "
        "second SIGTERM ends it."},
@@ -95,22 +93,20 @@ std::vector<Variable> MakeTable() {
        "A scheduler with --keep ends if no worker comes for this long after a failure. 0: it waits "
        "forever."},
       {"BYTEPS_REPLACE_SERVERS_S", kFloat, "s", "0", 0, 604800, "",
-       "How long a job waits for another server to take the place of one that is lost. Workers "
-       "then keep each sum in host memory until all have it. The same on all nodes. 0: the loss "
-       "ends the job."},
+       "How long a job waits for another server after one is lost. Workers then keep each sum in "
+       "host memory until all workers have it. The same on all nodes. 0: the loss ends the job."},
       {"BYTEPS_BACKUP_STATE", kBool, "", "0", 0, 1, "",
-       "Servers keep a copy of each other's optimizer state, so that one that is lost can be "
-       "replaced. The same on all nodes."},
+       "Each server keeps a copy of another server's optimizer state, so that a lost server can "
+       "be replaced. The same on all nodes."},
       {"BYTEPS_SCHEDULER_RETURN_S", kFloat, "s", "0", 0, 604800, "",
-       "How long the nodes of a running job wait for a scheduler that died to be started again at "
-       "its address, and that scheduler for all of them. The same on all nodes. 0: its death ends "
-       "the job."},
+       "How long the nodes of a running job wait until a scheduler that died is started again at "
+       "its address. The new scheduler waits as long for all nodes. The same on all nodes. 0: "
+       "its death ends the job."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
-       "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
-       "length of "
-       "partitions (longer on fast links) and BYTEPS_CONNECTIONS. 0: as reported by the NICs "
-       "of BYTEPS_NICS, if they are real ones. All workers use the slowest host's rate, or none if "
-       "one is unknown."},
+       "Rate of all NICs of a worker's host together, each way. The cost model, the length of "
+       "partitions (longer on fast links) and BYTEPS_CONNECTIONS depend on it. 0: the rate that "
+       "the NICs of BYTEPS_NICS report, if they are real. All workers use the slowest host's "
+       "rate; if one is unknown, they use none."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of a server's NICs together, each way, for the cost model. 0: same as "
        "BYTEPS_LINK_GBPS.",
@@ -120,8 +116,9 @@ std::vector<Variable> MakeTable() {
        "servers and by NCCL or gloo, interleaved, to choose the faster backend. 0 on any worker, "
        "or BYTEPS_LINK_GBPS: nothing is measured, and the rates of the NICs decide."},
       {"BYTEPS_LOCAL_SERVERS", kInt, "servers", "0", 0, 256, "",
-       "Servers on each worker's host, which share its NIC, for the cost model; the others are on "
-       "server machines. In embedded mode all servers are local. The same on all workers."},
+       "For the cost model: number of servers on each worker's host. They share its NIC; all "
+       "others are on server machines. In embedded mode all servers are local. The same on all "
+       "workers."},
       {"BYTEPS_SERVERS_PER_MACHINE", kInt, "servers", "0", 0, 256, "",
        "Servers on each server machine, for the cost model, where their addresses do not tell. 0: "
        "by their addresses. The same on all workers.",
@@ -140,17 +137,17 @@ std::vector<Variable> MakeTable() {
        "each rank pushes at least this much. The same on all workers.",
        kInternal},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "4", 1, 64, "",
-       "Push threads of a worker, which take partitions by priority, enqueue copies from the GPU "
-       "and send; and as many pull threads, which copy results that did not arrive in place, and "
-       "enqueue copies to the GPU."},
+       "Number of push threads of a worker, and of its pull threads. Push threads take "
+       "partitions by priority, enqueue copies from the GPU, and send. Pull threads copy results "
+       "that did not arrive in place, and enqueue copies to the GPU."},
       {"BYTEPS_SERVER_WINDOW_BYTES", kInt, "bytes", "0", 0, 1e12, "",
-       "Bytes that a worker may have in flight to each server; other partitions wait where one of "
-       "higher priority can overtake them. 0: twice the partition, and at least the server's share "
-       "of what all servers together take in 5 ms. That share counts as at most 16 MiB, and over "
-       "RDMA always as 16 MiB."},
+       "Bytes that a worker may have in flight to each server. Other partitions wait, and those "
+       "of higher priority can overtake them. 0: two partitions, or the server's share of the "
+       "bytes that all servers together take in 5 ms if that is more. The share counts as at "
+       "most 16 MiB, and over RDMA always as 16 MiB."},
       {"BYTEPS_PINNED_BYTES", kInt, "bytes", "268435456", 1, 1e15, "",
-       "Pinned host memory of a worker with GPU tensors, which partitions pass through: as much as "
-       "the declared tensors need, at most this, at least one partition of "
+       "Pinned host memory of a worker, through which partitions of GPU tensors pass. A worker "
+       "takes what its declared tensors need: at most this, and at least one partition of "
        "BYTEPS_PARTITION_BYTES."},
       {"BYTEPS_STREAMED_BYTES", kInt, "bytes", "4294967296", 0, 1e15, "",
        "Pinned host memory of a worker with sums that streams of its GPU wait for, as in "
@@ -161,24 +158,24 @@ std::vector<Variable> MakeTable() {
        "How partitions are spread over servers. raw: round robin from the tensor's placement. The "
        "same on all workers."},
       {"BYTEPS_SERVER_ENGINE_THREAD", kInt, "threads", "4", 1, 256, "",
-       "Adding threads of a server. A partition stays with one of them. Embedded mode: what the "
-       "host's NICs need, in half of the cores that its ranks leave."},
+       "Number of threads of a server that add. A partition stays with one thread. Default in "
+       "embedded mode: what the host's NICs need, in half of the cores that its ranks leave."},
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
-       "Servers add in the order of ranks instead of arrival: runs agree bit for bit, for some "
-       "waiting and memory."},
+       "Servers add in the order of ranks instead of arrival. Runs then agree bit for bit. This "
+       "costs some waiting and memory."},
       {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
        "Servers add more than two fp32 values in fp64 and round once, so that no result is less "
        "accurate than an all-reduce's. 0: in fp32, with half the memory for a reduction in "
        "flight.",
        kInternal},
       {"BYTEPS_SERVER_STATE_BYTES", kInt, "bytes", "0", 0, 1e15, "",
-       "Memory that a server may use for optimizer state: 12 bytes per parameter for AdamW, plus 2 "
-       "or 4 with speculative steps. A declaration that needs more is refused. 0: what is free on "
-       "its machine, or in its container, when it starts; set it where several servers share a "
-       "machine."},
+       "Memory that a server may use for optimizer state: 12 bytes per parameter for AdamW, plus "
+       "2 or 4 with speculative steps. A declaration that needs more is refused. 0: the memory "
+       "that is free on its machine, or in its container, when it starts. Set it if several "
+       "servers share a machine."},
       {"BYTEPS_IO_THREADS", kInt, "threads", "0", 0, 64, "",
-       "Threads of each process that move bytes over TCP. 0: a quarter of the cores per worker of "
-       "the host, at most 8; of servers in embedded mode what the host's NICs need."},
+       "Number of threads of a process that move bytes over TCP. 0: a quarter of the host's "
+       "cores per worker, at most 8; for servers in embedded mode, what the host's NICs need."},
       {"BYTEPS_KEEP_BF16_BYTES", kInt, "bytes", "65536", 0, 1e12, "",
        "What --dpu-reduce-keep-bf16 and keep_bytes of ServerOptimizer say where they are given.",
        kInternal},
@@ -188,39 +185,38 @@ std::vector<Variable> MakeTable() {
        "rank and the place in the tensor alone. The same on all workers.",
        kInternal},
       {"BYTEPS_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
-       "Connections between a worker and each server that carry values, one per NIC at least. 0: "
-       "over RDMA one; over TCP one per 10 Gbit/s that the two exchange if the NIC is the limit "
-       "(BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside a host), at most "
+       "Number of connections between a worker and each server that carry values, at least one "
+       "per NIC. 0: over RDMA one; over TCP one per 10 Gbit/s that the two exchange if the NIC "
+       "is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside a host), at most "
        "BYTEPS_IO_THREADS."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Unused memory for values received over TCP that a process keeps for reuse.", kInternal},
       {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",
-       "Process groups of torch.distributed send large all-reduces through the servers, in scripts "
-       "that do not know of BytePS. torch reads it when it is imported."},
+       "Process groups of torch.distributed send large all-reduces through the servers, in "
+       "scripts that do not know BytePS. torch reads this when it is imported."},
       {"BYTEPS_C10D_BACKEND", kChoice, "", "auto", 0, 0, "auto|flat|node-first|collective",
-       "How process groups and DDP hooks reduce: auto compares the bytes over each NIC; flat: "
-       "every rank pushes whole tensors; node-first: the ranks of a host reduce first; collective: "
-       "NCCL "
-       "or gloo. The same on all workers."},
+       "How process groups and DDP hooks reduce. auto: as the bytes over each NIC decide; flat: "
+       "every rank pushes whole tensors; node-first: the ranks of a host reduce first; "
+       "collective: NCCL or gloo. The same on all workers."},
       {"BYTEPS_C10D_MIN_BYTES", kInt, "bytes", "65536", 1, 1e12, "",
        "Shortest tensor that process groups and DDP hooks send through the servers. The same on "
        "all workers.",
        kInternal},
       {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16|int8|int4",
-       "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
-       "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
+       "Type in which process groups and DDP hooks send tensors. bf16 and fp16 apply to fp32 and "
+       "fp64; int8 and int4 apply to all types but fp64. The servers add in fp32. The same on "
+       "all workers."},
       {"BYTEPS_FSDP_DTYPES", kChoice, "", "none", 0, 0,
        "none|same|bf16|int8|int4|none,int8|bf16,int8|int8,int8|int4,int8",
-       "Type in which FSDP2's gradients go through the servers, with BYTEPS_C10D=1; none: they "
-       "stay "
-       "with NCCL or gloo. Then, if it is named, the type in which these gather parameters over "
-       "hosts. The same on all workers."},
+       "With BYTEPS_C10D=1: the type in which FSDP2 sends gradients through the servers; none "
+       "leaves gradients with NCCL or gloo. A second type is that in which NCCL or gloo gather "
+       "parameters over hosts. The same on all workers."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
-       "NAME[:PORT[:GID]]: the one RDMA device, such as mlx5_0, its port and GID. On RoCE the GID "
-       "also selects the version. Default, also of each part that is left out: that of "
-       "DMLC_NODE_HOST or DMLC_INTERFACE, else of the address that leads to the scheduler."},
+       "NAME[:PORT[:GID]]: the only RDMA device, such as mlx5_0, with its port and GID. On RoCE "
+       "the GID also selects the version. Default of each part: that of DMLC_NODE_HOST or "
+       "DMLC_INTERFACE, else of the address that leads to the scheduler."},
       {"BYTEPS_RDMA_TRAFFIC_CLASS", kInt, "", "-1", -1, 255, "",
-       "Traffic class of RDMA packets; on RoCE, DSCP times 4. -1: the system's."},
+       "Traffic class of RDMA packets; on RoCE, DSCP times 4. -1: the system's default."},
       {"BYTEPS_RDMA_MTU", kChoice, "bytes", "0", 0, 0, "0|256|512|1024|2048|4096",
        "Largest packet of an RDMA connection; the smaller of both nodes' values applies. 0: the "
        "path's.",
@@ -256,24 +252,24 @@ std::vector<Variable> MakeTable() {
        "Pushes and pulls have RDMA connections of their own. 0: they share the control plane's.",
        kInternal},
       {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",
-       "Nodes prove to each other that they have the job's secret. 0: anybody who reaches a node's "
-       "port can use it. The same on all nodes."},
+       "Nodes prove to each other that they have the job's secret. 0: anybody who reaches a "
+       "node's port can use the node. The same on all nodes."},
       {"BYTEPS_SECRET_FILE", kString, "", "", 0, 0, "",
        "File with the job's secret, the same on all nodes; `byteps-server --new-secret FILE` makes "
        "one."},
       {"BYTEPS_SECRET", kString, "", "", 0, 0, "",
        "The job's secret itself, at least 16 bytes, instead of a file. Never printed."},
       {"BYTEPS_TLS", kBool, "", "0", 0, 1, "",
-       "Encrypt all TCP connections between nodes with TLS 1.3, by the machine's OpenSSL 3. Peers "
-       "authenticate by the job's secret, or by certificates if BYTEPS_TLS_CERT is set. The same "
-       "on all nodes. Not with RDMA."},
+       "Encrypt all TCP connections between nodes with TLS 1.3, by the machine's OpenSSL 3. "
+       "Peers authenticate by the job's secret, or by certificates if BYTEPS_TLS_CERT is set. "
+       "The same on all nodes. RDMA cannot be encrypted."},
       {"BYTEPS_TLS_CERT", kString, "", "", 0, 0, "",
-       "This node's certificate as a PEM file, with its chain up to BYTEPS_TLS_CA. Needs "
-       "BYTEPS_TLS_KEY and BYTEPS_TLS_CA; on all nodes or on none."},
+       "This node's certificate as a PEM file, with its chain up to BYTEPS_TLS_CA. It needs "
+       "BYTEPS_TLS_KEY and BYTEPS_TLS_CA. Set it on all nodes or on none."},
       {"BYTEPS_TLS_KEY", kString, "", "", 0, 0, "",
        "Private key of BYTEPS_TLS_CERT, as a PEM file without a password."},
       {"BYTEPS_TLS_CA", kString, "", "", 0, 0, "",
-       "Certificates of the authorities that sign those of nodes, as a PEM file. With "
+       "Certificates of the authorities that sign the nodes' certificates, as a PEM file. With "
        "BYTEPS_AUTH=0 such a certificate is enough to join the job."},
       {"BYTEPS_METRICS_PORT", kInt, "port", "0", 0, 65535, "",
        "Serve Prometheus metrics at this port plus the local rank: LOCAL_RANK of a worker, "
@@ -282,16 +278,16 @@ std::vector<Variable> MakeTable() {
        "Port at which the scheduler shows the cluster's status: a page, and JSON at /status. 0: "
        "off."},
       {"BYTEPS_HTTP_HOST", kString, "", "", 0, 0, "",
-       "Address of this host at which metrics are served or the scheduler's status is shown, "
-       "without authentication. Default: of metrics the one at which other nodes reach this "
-       "process, and 127.0.0.1; of the status 127.0.0.1 alone. 0.0.0.0: all of them."},
+       "Address of this host that serves metrics or the scheduler's status, without "
+       "authentication. Default for metrics: 127.0.0.1 and the address at which other nodes "
+       "reach this process. Default for the status: 127.0.0.1. 0.0.0.0: all addresses."},
       {"BYTEPS_HEALTH_SOCKET", kString, "", "", 0, 0, "",
        "Path of a Unix socket at which a scheduler or server answers `byteps-server --health`. "
        "Default: none."},
       {"BYTEPS_CHECK_GRADIENTS", kBool, "", "0", 0, 1, "",
-       "With --dpu-optimizer and --overlap-grad-reduce: send copies of the gradients that are sent "
-       "during the backward pass, and fail in the step if a gradient has changed since. For "
-       "debugging; takes memory for the copies."},
+       "With --dpu-optimizer and --overlap-grad-reduce: send copies of gradients during the "
+       "backward pass, and fail in the step if a gradient has changed since. For debugging: the "
+       "copies take memory."},
       {"BYTEPS_TRACE_ON", kBool, "", "0", 0, 1, "",
        "Record what happens to each partition, and write it for Perfetto when the job ends."},
       {"BYTEPS_TRACE_STEPS", kString, "", "", 0, 0, "",
