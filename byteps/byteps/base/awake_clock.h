@@ -9,11 +9,12 @@ namespace ps {
 //
 // A process may be stopped (SIGSTOP, a debugger), swapped out, or its virtual machine paused or
 // migrated. Messages then wait unread, and by a steady clock every peer would seem late afterwards.
-// AwakeClock stands still during such a pause. A deadline moves by the length of the pause, and by
-// a heartbeat more, in which waiting messages are read.
+// AwakeClock stands still during such a pause, and for a heartbeat more, in which the process reads
+// waiting messages. So a deadline moves by that time.
 //
-// A thread that wakes up often reports its lateness (StallWatch::Feeder): the membership's timer,
-// while this process is in a job. Without a job AwakeClock is the steady clock.
+// The clock notices a pause because a thread that should wake up often is late
+// (StallWatch::Feeder). While this process is in a job, this is the membership's heartbeat thread.
+// Without a job AwakeClock is the steady clock.
 
 struct AwakeClock {
   using duration = std::chrono::steady_clock::duration;
@@ -22,7 +23,7 @@ struct AwakeClock {
   using time_point = std::chrono::time_point<AwakeClock>;
   static constexpr bool is_steady = false;  // it never goes back, but it may stand still
 
-  // Thread-safe.
+  // Returns the current time. Thread-safe.
   static time_point now();
 };
 

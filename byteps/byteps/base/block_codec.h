@@ -1,8 +1,9 @@
 // Values in blocks of few bits: 128 whole numbers and their scale.
 //
 //   int8x128   128 bytes: -127..127                          2 bytes: the scale, bfloat16
-//   int4x128    64 bytes: -7..7, plus 8; byte j has value j   2 bytes: the scale, bfloat16
-//              in its low half and value j + 64 in its high one
+//   int4x128    64 bytes: -7..7, plus 8                       2 bytes: the scale, bfloat16
+//
+// In int4x128, byte j has value j in its low half and value j + 64 in its high half.
 //
 // A value is its number times the scale, exactly, in fp32. The scale is the block's largest
 // magnitude divided by 127 or 7, rounded up, so no number overflows. Numbers are rounded to nearest
@@ -39,7 +40,7 @@ constexpr float kLeastMagnitude = 0x1p-100f;
 // Source of random bits for stochastic rounding.
 struct Chance {
   uint64_t seed = 0;   // ChanceSeed
-  uint64_t block = 0;  // index in its tensor of the first block
+  uint64_t block = 0;  // index of the first block within its tensor
 };
 
 // Returns the seed for a round of tensor `name`. `rank`: the pushing worker; -1: the server's
@@ -56,7 +57,7 @@ bool IsEncoded(DType t);
 // of each value in bfloat16, or null. The memory must not overlap.
 void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
                   uint16_t* lost, const Chance* chance = nullptr);
-// Rounds the decoded values to type `to`.
+// Writes `count` values, decoded from blocks of type `t` and rounded to type `to`.
 void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t count);
 
 // Sum of several tensors in a single pass, in fp32, in the given order.
@@ -71,13 +72,13 @@ struct BlockSum {
 
 // wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor
 void AddBlocks(const BlockSum& sum, float divisor = 1);
-// out = that sum, rounded. `out` may be an input. `lost`: as for EncodeBlocks, for each value of
-// the blocks.
+// out = the sum of AddBlocks, rounded to blocks. `out` may be an input. `lost`: as for
+// EncodeBlocks, for each value of the blocks.
 void EndBlocks(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
                const Chance* chance = nullptr);
 
 // Writes blocks = wanted - held, rounded. `held`: `count` values of type `t`, which workers hold.
-// `moved`, unless null, gets AddDifferences' result, and may be `held`.
+// `moved`, if not null, gets what AddDifferences would return, and may be `held`.
 void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
                        void* moved);
 // out = held + differences in the blocks, rounded to type `t`. A zero difference keeps the bits.

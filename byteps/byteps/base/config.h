@@ -26,13 +26,14 @@ constexpr double kMaxInt = 2147483647;
 
 struct Variable {
   enum Type { kInt, kFloat, kBool, kString, kChoice };
-  // kUsers: documented; users set it. kLauncher: the launcher sets it. kInternal: undocumented, for
-  // tests, benchmarks and upstream's programs.
+  // kUsers: users set the variable, and it is documented. kLauncher: the launcher sets the
+  // variable. kInternal: the variable is undocumented, for tests, benchmarks and upstream's
+  // programs.
   enum Audience { kUsers, kLauncher, kInternal };
   const char* name;
   Type type;
-  const char* unit;      // "" for none
-  const char* fallback;  // default as text; "" for none
+  const char* unit;      // unit of the value; "" if it has none
+  const char* fallback;  // default as text; "" if there is none
   double low;            // least and greatest allowed number
   double high;
   const char* choices;  // kChoice: allowed values, separated by '|'
@@ -43,7 +44,7 @@ struct Variable {
 // A variable of an earlier version.
 struct GoneVariable {
   const char* name;
-  const char* instead;  // the variable to set instead, or why none is needed
+  const char* instead;  // the variable to set instead, or why no variable is needed
 };
 
 // A variable with this project's prefix that does not exist.
@@ -65,20 +66,21 @@ class Config {
   static const std::vector<GoneVariable>& Gone();
 
   // Parses all variables of the table. Throws UsageError with the first invalid variable, its value
-  // and the allowed values, and also for a variable that no longer exists. `given` overrides the
-  // environment, is validated too, and counts as set.
+  // and the allowed values; throws UsageError also for a variable that no longer exists. `given`
+  // overrides the environment; its settings are validated too, and count as set.
   static Config FromEnvironment(const GivenSettings& given = {});
 
-  // `name` must be a variable of the table with this type; otherwise throws std::logic_error.
+  // Return the value of a variable. Throw std::logic_error if `name` is no variable of the table
+  // with this type.
   long Int(const std::string& name) const;
   double Float(const std::string& name) const;
   bool Bool(const std::string& name) const;
   const std::string& String(const std::string& name) const;  // also for kChoice
-  // Returns whether the environment or the caller has set it.
+  // Returns whether the environment or the caller has set the variable.
   bool IsSet(const std::string& name) const;
 
-  // Returns a line "NAME=value" for each, with "# default" after those that are not set. Internal
-  // ones are included only if set.
+  // Returns a line "NAME=value" for each variable, with "# default" after variables that are not
+  // set. Internal variables are included only if they are set.
   std::string Print() const;
 
   // Returns the type of a variable. Throws std::logic_error for an unknown name.
@@ -105,8 +107,9 @@ struct LocalPlace {
   int rank = 0;
   int size = 1;
 
-  // Reads BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else LOCAL_RANK and LOCAL_WORLD_SIZE: some
-  // launchers tell every worker that it is alone on its host.
+  // Reads BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE or, if they are not set, LOCAL_RANK and
+  // LOCAL_WORLD_SIZE. (The first two exist because some launchers set the others so that every
+  // worker seems to be alone on its host.)
   static LocalPlace From(const Config& config);
 };
 
@@ -121,9 +124,10 @@ struct Launch {
   int replica = 0;
   int replicas = 1;
 
-  // Reads RANK and WORLD_SIZE, else DMLC_WORKER_ID and DMLC_NUM_WORKER, else 0 of 1; LocalPlace;
-  // and BYTEPS_REPLICA. Throws UsageError if the two pairs disagree, the rank is not below the
-  // size, or BYTEPS_REPLICA is out of range.
+  // Reads the rank and size from RANK and WORLD_SIZE, or from DMLC_WORKER_ID and DMLC_NUM_WORKER;
+  // without both pairs, they are 0 and 1. Reads also LocalPlace, and BYTEPS_REPLICA. Throws
+  // UsageError if the two pairs disagree, if the rank is not below the size, or if BYTEPS_REPLICA
+  // is out of range.
   static Launch From(const Config& config);
 };
 

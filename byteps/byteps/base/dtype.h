@@ -67,7 +67,7 @@ inline bool ParseDType(const std::string& name, DType* t) {
   return false;
 }
 
-// Returns whether values are summed in fp32 and rounded once.
+// Returns whether values of type `t` are summed in fp32 and rounded once.
 inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
 
 inline bool IsInteger(DType t) {

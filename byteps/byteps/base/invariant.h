@@ -79,12 +79,11 @@ using byteps::core::ThrowErrno;
 // - BPS_INVARIANT throws Error, so the operation or connection fails at once;
 // - BPS_INVARIANT_NOTED continues, for destructors and callbacks, which must not throw.
 // In both cases the membership (net/membership/membership.h) fails the job within a heartbeat, and
-// every node gets an error with the node and the invariant.
-// every node gets an error that names the node and the invariant.
+// every node gets an error that names the failed node and the invariant.
 
 struct InvariantReport {
-  uint64_t count = 0;  // broken in this process so far
-  std::string last;    // "the invariant 'a block is returned once' was broken: ..."
+  uint64_t count = 0;  // number of invariants broken in this process so far
+  std::string last;    // the last one: "the invariant 'a block is returned once' was broken: ..."
 };
 InvariantReport BrokenInvariants();
 // Returns only the count, without a lock.
@@ -95,7 +94,7 @@ namespace invariant {
 // Logs and counts a broken invariant. Returns its description.
 std::string Note(const char* name, const char* file, int line, const std::string& seen);
 
-// Does so, and throws Error.
+// Logs and counts a broken invariant, and throws Error.
 [[noreturn, gnu::cold]] void Throw(const char* name, const char* file, int line,
                                    const std::string& seen);
 
@@ -121,10 +120,10 @@ namespace ps {
 //   PS_PROBE(kWindowFull);
 //
 // Without a listener a probe costs the load of a pointer. The simulation (byteps/tests/simulation)
-// counts probes, and its seed decides whether the thread yields or is delayed there, or a fault
-// happens. `simulate` prints how many of its jobs reached each.
+// counts probes, and its seed decides whether the thread yields or is delayed at a probe, or a
+// fault happens there. `simulate` prints for each probe how many of its jobs have reached it.
 
-// Name, and its description in tables.
+// All probes: the name of each, and its description in tables.
 #define PS_PROBES(X)                                                                   \
   /* engine */                                                                         \
   X(kSentByCaller, "a small sum is sent by the thread that called")                    \

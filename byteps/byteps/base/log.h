@@ -1,4 +1,4 @@
-// The log: its format, its output, and texts in it.
+// The log: its format and output, and functions that format texts for it.
 #ifndef BYTEPS_BASE_LOG_H_
 #define BYTEPS_BASE_LOG_H_
 
@@ -18,8 +18,9 @@
 namespace byteps {
 namespace core {
 
-// Replaces upstream's BPS_LOG(severity) << ... for this project's namespaces. Upstream formats a
-// line before it decides whether to log it, which is too expensive for a line per partition.
+// BPS_LOG(severity) << ... replaces upstream's macro in this project's namespaces. Upstream formats
+// a line before it decides whether to log the line, which is too expensive for a line per
+// partition.
 
 using common::LogLevel;
 using common::LogMessage;
@@ -37,7 +38,8 @@ struct LogEnd {
       ? static_cast<void>(0)                                      \
       : ::byteps::core::LogEnd() & _BPS_LOG_##severity
 
-// Sets the level used without BYTEPS_LOG_LEVEL; initially WARNING. Call before anything is logged.
+// Sets the level that is used if BYTEPS_LOG_LEVEL is not set; initially WARNING. Call before
+// anything is logged.
 void SetDefaultLogLevel(LogLevel level);
 
 }  // namespace core
@@ -64,12 +66,13 @@ void SetLogIdentity(const std::string& role, int rank);
 // are dropped, and their number is logged when there is room again. Thread-safe.
 void WriteLogLine(char severity, const char* file, int line, const std::string& text);
 
-// Waits until everything written has been read, at most this long. exit() waits 0.5 s.
+// Waits until the reader of the error output has taken all lines, for at most `seconds`. At exit()
+// the process waits 0.5 s.
 void FlushLog(double seconds);
 
 // The latest warning or error that this process logged.
 struct LoggedProblem {
-  uint64_t count = 0;  // number logged so far; 0: none
+  uint64_t count = 0;  // number of warnings and errors logged so far
   int64_t unix_ms = 0;
   std::string text;  // without time and source location
 };
@@ -78,9 +81,10 @@ LoggedProblem LastLoggedProblem();
 // Writes to a descriptor without waiting for its reader: a stopped terminal or a hung log collector
 // must not stop the threads that move gradients.
 //
-// Write passes on what the reader takes at once. The rest, up to `limit` bytes, waits for a thread
-// that exists only meanwhile. Beyond that whole texts are dropped and counted. Never destroyed:
-// that thread may run until the process ends.
+// Write passes on what the reader takes at once. The rest, up to `limit` bytes, is buffered for a
+// thread that exists only while bytes are buffered. When the buffer is full, whole texts are
+// dropped and counted. A LogOutput is never destroyed, since its thread may run until the process
+// ends.
 class LogOutput {
  public:
   // The caller owns `fd`, which may later refer to another file. When there is room again after
@@ -101,11 +105,12 @@ class LogOutput {
   void AfterFork(bool in_child);
 
  private:
-  // Method to keep the kernel from blocking the writer.
+  // Kind of the file, which determines how the kernel is kept from blocking the writer.
   enum class Kind { kFile, kReopened, kSocket, kOther };
 
   void Look() PS_REQUIRES(mu_);
-  // Returns the number of bytes taken; all of them if nobody will ever read them.
+  // Returns the number of bytes that the reader has taken. Returns `bytes` if no reader will ever
+  // take them.
   size_t Try(const char* data, size_t bytes) PS_REQUIRES(mu_);
   void Drain();
 

@@ -21,11 +21,11 @@ namespace core {
 // Memory kept in reserve, so that a failure can be reported. Thread-safe.
 class MemoryReserve {
  public:
-  // Runs `work`. If it throws, frees the reserve and calls `failed` with the exception. If that
-  // fails for lack of memory too, retries until kPatience has passed. Returns false if the failure
-  // could not be reported; waiting threads then notice by their own deadlines.
+  // Runs `work`. If `work` throws, frees the reserve and calls `failed` with the exception. If
+  // `failed` lacks memory too, calls it again until kPatience has passed. Returns false if `failed`
+  // never succeeded; threads that wait for the work then notice by their own deadlines.
   //
-  // (Clang cannot see which locks the two functions require.)
+  // (Clang cannot see which locks `work` and `failed` require.)
   template <typename Work, typename Failed>
   bool Survive(const Work& work, const Failed& failed) noexcept PS_NO_THREAD_SAFETY_ANALYSIS {
     std::exception_ptr thrown;

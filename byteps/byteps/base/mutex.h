@@ -37,7 +37,7 @@
 #define PS_THREAD_SAFETY(x)
 #endif
 
-// On a member: this lock guards it; with PT, it guards the memory that it points to.
+// On a member: this lock guards the member or, with PT, the memory that the member points to.
 #define PS_GUARDED_BY(mu) PS_THREAD_SAFETY(guarded_by(mu))
 #define PS_PT_GUARDED_BY(mu) PS_THREAD_SAFETY(pt_guarded_by(mu))
 // On a function or lambda: the caller holds these locks (SHARED: for reading).
@@ -45,7 +45,7 @@
 #define PS_REQUIRES_SHARED(...) PS_THREAD_SAFETY(requires_shared_capability(__VA_ARGS__))
 // On a function: the caller must not hold these locks, which the function takes.
 #define PS_EXCLUDES(...) PS_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
-// On a lock: it is acquired after these.
+// On a lock: a thread acquires the lock after these locks.
 #define PS_ACQUIRED_AFTER(...) PS_THREAD_SAFETY(acquired_after(__VA_ARGS__))
 // On a function that clang cannot analyze; add the reason.
 #define PS_NO_THREAD_SAFETY_ANALYSIS PS_THREAD_SAFETY(no_thread_safety_analysis)
@@ -56,7 +56,7 @@ class PS_THREAD_SAFETY(capability("mutex")) Mutex {
  public:
   void Lock() PS_THREAD_SAFETY(acquire_capability()) { mu_.lock(); }
   void Unlock() PS_THREAD_SAFETY(release_capability()) { mu_.unlock(); }
-  // Returns whether it was free; then it is held now.
+  // Acquires the lock if it is free. Returns whether it was.
   bool TryLock() PS_THREAD_SAFETY(try_acquire_capability(true)) { return mu_.try_lock(); }
 
  private:
@@ -88,7 +88,7 @@ class PS_THREAD_SAFETY(scoped_lockable) MutexLock {
   bool held_ = true;
 };
 
-// Many readers or a single writer.
+// A lock that many readers or a single writer can hold.
 class PS_THREAD_SAFETY(capability("mutex")) SharedMutex {
  public:
   void Lock() PS_THREAD_SAFETY(acquire_capability()) { mu_.lock(); }
@@ -126,8 +126,8 @@ class PS_THREAD_SAFETY(scoped_lockable) ReaderLock {
   SharedMutex* const mu_;
 };
 
-// Waits and releases the caller's lock meanwhile. Predicates are called with the lock held. Waits
-// with a time limit return the predicate's final result.
+// A condition variable: waits, and releases the caller's lock while it waits. Predicates are called
+// with the lock held. A wait with a time limit returns the last result of its predicate.
 //
 // Clang cannot see that `mu` is the lock that a predicate requires. So it does not analyze these
 // functions, but it does analyze predicates and callers.
@@ -171,7 +171,7 @@ class CondVar {
   }
 
  private:
-  // Adapts the caller's lock for the standard library; the caller still holds it afterwards.
+  // Adapts the caller's lock for the standard library. The caller still holds the lock afterwards.
   struct Adopted {
     explicit Adopted(std::mutex& mu) : held(mu, std::adopt_lock) {}
     ~Adopted() { held.release(); }
@@ -186,8 +186,8 @@ class CondVar {
 namespace byteps {
 namespace core {
 
-// A blocking queue for any number of writers and readers. After Close readers get the remaining
-// items; then every Pop returns false at once.
+// A blocking queue for any number of writers and readers. After Close, readers get the remaining
+// items; after these, every Pop returns false at once.
 template <typename T>
 class BlockingQueue {
  public:
@@ -199,14 +199,16 @@ class BlockingQueue {
     cond_.NotifyOne();
   }
 
-  // Blocks until there is an item (true) or the queue is closed and empty (false).
+  // Blocks until there is an item, and then returns true. Returns false if the queue is closed and
+  // empty.
   bool Pop(T* item) {
     ps::MutexLock lock(&mu_);
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return closed_ || !items_.empty(); });
     return Take(item);
   }
 
-  // Pops, but gives up after `timeout`; *timed_out then tells it apart from a closed queue.
+  // Pops an item, but gives up after `timeout`. Sets `*timed_out` to whether it has given up, since
+  // it returns false also for a closed queue.
   template <typename Rep, typename Period>
   bool PopFor(T* item, std::chrono::duration<Rep, Period> timeout, bool* timed_out) {
     ps::MutexLock lock(&mu_);

@@ -11,7 +11,8 @@
 namespace byteps {
 namespace core {
 
-// Returns ns on the clock that intervals are measured by, comparable between processes of a host.
+// Returns the time in ns of the steady clock, by which intervals are measured. Times of processes
+// on the same host can be compared.
 inline int64_t SteadyNs() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
@@ -31,16 +32,17 @@ namespace ps {
 
 // Closes a transport's descriptors in forked processes.
 //
-// A forked child has copies of the descriptors, but not the threads that serve them. With open
-// copies peers would not notice the parent's end before the child's. So the child closes them
-// before fork() returns. (exec is covered by O_CLOEXEC.)
+// A forked child has copies of the descriptors, but not the threads that serve them. If the copies
+// stayed open, peers would not notice that the parent has ended before the child has ended, too. So
+// the child closes its copies before fork() returns. (For exec, O_CLOEXEC does the same.)
 
-// Returns whether this process was forked while its parent used a transport. It must not touch the
-// transport then: its locks may be held by threads that do not exist here.
+// Returns whether this process was forked while its parent used a transport. If so, this process
+// must not touch the transport: threads that do not exist in this process may hold the transport's
+// locks.
 bool IsForkedCopy();
 
-// Blocks fork() in all threads. Held while a descriptor is created or closed. Do not allocate
-// meanwhile: fork() may hold the allocator's locks.
+// Blocks fork() in all threads, while it exists. Hold one while a descriptor is created or closed,
+// and do not allocate while you do: a waiting fork() may hold the allocator's locks.
 class HoldForks {
  public:
   HoldForks();
@@ -49,14 +51,14 @@ class HoldForks {
   HoldForks& operator=(const HoldForks&) = delete;
 };
 
-// Makes forked children close `fd`. Call under the HoldForks under which it was created.
+// Makes forked children close `fd`. Call under the HoldForks under which `fd` was created.
 void CloseInChild(int fd);
 
 // Undoes CloseInChild. Call under the HoldForks under which `fd` is closed.
 void KeepInChild(int fd);
 
-// Makes forked children close a library's descriptor, for its own lifetime. Destroy it before the
-// library closes the descriptor.
+// While it exists, forked children close the descriptor of a library. Destroy this object before
+// the library closes the descriptor.
 class ClosedInChild {
  public:
   explicit ClosedInChild(int fd) : fd_(fd) {

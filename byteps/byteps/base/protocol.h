@@ -14,8 +14,8 @@
 namespace byteps {
 namespace core {
 
-// Rule to update a tensor of parameters from its reduced gradients. Part of the tensor's
-// declaration.
+// Rule by which servers update a tensor of parameters from its reduced gradients. It is a part of
+// the tensor's declaration.
 //
 // On the wire, little-endian: u8 algorithm, u8 speculative, u8 counts_zeros, u8 held, u32 groups,
 // each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64
@@ -33,11 +33,12 @@ struct UpdateRule {
     bool operator==(const Group&) const = default;
   };
 
-  // Elements from the previous segment's end (or 0) up to `end`.
+  // The elements from the previous segment's end (0 for the first segment) up to `end`.
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
-    // Included in GradientSums. If several tensors hold a parameter, only one copy is counted.
+    // Whether the gradients of these elements count in GradientSums. If several tensors hold copies
+    // of a parameter, only one copy is counted.
     bool counted = true;
     bool operator==(const Segment&) const = default;
   };
@@ -45,12 +46,12 @@ struct UpdateRule {
   Algorithm algorithm = kAdamW;
   // Steps may be speculative (PUSH_TRY): the server keeps the gradients until it gets the verdict.
   bool speculative = false;
-  // GradientSums count zero gradients.
+  // Whether GradientSums count the gradients that are zero.
   bool counts_zeros = false;
   // Type of the parameters that workers hold, for gradients in blocks.
   DType held = DType::kFloat32;
   std::vector<Group> groups;
-  // Ends are in values, ascending; the last is the tensor's end.
+  // Segments in ascending order. Their ends are in values; the last one is the tensor's end.
   std::vector<Segment> segments;
 
   // Returns the number of fp32 values kept per parameter: the parameter, and its moments or
@@ -74,7 +75,7 @@ static_assert(sizeof(GradientSums) == 16);
 
 // A member's verdict on its last speculative step. The numbers are part of the protocol.
 enum class Verdict : uint8_t {
-  kNone = 0,  // there was none, or its verdict is already given
+  kNone = 0,  // there was no speculative step, or the member has already given its verdict
   kKeep = 1,  // the step is kept
   kDrop = 2,  // the state remains as before the step
 };
@@ -107,13 +108,13 @@ struct UpdateStep {
 // Each exchange is a request and a response, which are Messages (cluster/channel.h):
 //   op          the Op
 //   number      the worker's number of the request
-//   key         the tensor's or partition's
+//   key         key of the tensor or partition
 //   body        of DECLARE: a DeclarationList
 //               of other requests: a PushHeader, and what follows it
 //               of a failed response: the reason
 //               of responses to PUSH_PULL, PUSH_STEP, PUSH_TRY and STEP: PackMembers of the members
 //               that the sum lacks, if any; for PUSH_TRY after the sum's GradientSums
-//   failed      of a response
+//   failed      of a response: whether the request failed
 //   values      of PUSH_PULL, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values
 //               of LOAD_STATE, and of the response to READ_STATE: fp32 values
 //               of responses to PUSH_PULL, PUSH_STEP, PUSH_TRY and STEP: the requested range of the
@@ -151,16 +152,19 @@ struct UpdateStep {
 // sum's serial as u64, 0 if no member lacks it. When all are answered the worker pushes again.
 //
 // Freeing: RELEASE, with a u32 count and u64 keys of tensors, says that the worker no longer uses
-// them; its requests for them have ended. A server frees a tensor when no worker uses it, and
-// answers when all are freed. The next tensor with that name has another key.
+// these tensors; its requests about them have ended. A server frees a tensor when no worker uses
+// it, and answers a RELEASE when it has freed all tensors of the RELEASE. The next tensor with the
+// same name has another key.
 //
-// Backups: with BYTEPS_BACKUP_STATE server r + 1 (modulo their number), the backup, has a copy of
-// the state of server r, the primary. recovery/server/backup_link.h describes their messages.
+// Backups: with BYTEPS_BACKUP_STATE, server r + 1 (modulo the number of servers) is the backup of
+// server r, its primary: it has a copy of the primary's state. recovery/server/backup_link.h
+// describes the messages between the two.
 //
-// Keys: a tensor's key is a hash of its name, life and its group's lowest rank, shifted left by 16;
-// a partition's key adds its index. So keys depend neither on the order of declarations nor on the
-// number of ranks. If members disagree on anything else, or two names have the same hash, their
-// declarations meet on the server, which compares and refuses them.
+// Keys: a tensor's key is a hash of its name, its life and its group's lowest rank, shifted left by
+// 16. A partition's key is the tensor's key plus the partition's index. So keys depend neither on
+// the order of declarations nor on the number of ranks. If members disagree on anything else in a
+// declaration, or if two names have the same hash, the server gets different declarations with the
+// same key, and refuses them.
 
 enum Op : int {
   kDeclare = 1,
@@ -190,14 +194,14 @@ const char* NameOf(KeyHash hash);
 
 constexpr int kPartitionBits = 16;
 constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
-// Flag in a placement: one server has all partitions.  A part of the protocol.
+// Flag in a placement: a single server has all partitions. The flag is a part of the protocol.
 constexpr uint64_t kOnOneServer = 1ull << 63;
 
 // Limits of waiting for the members of slow replicas (docs/design/replicas.md).
 struct Patience {
   uint32_t replica_ranks = 0;  // workers per replica; 0: there is a single replica, and no limit
-  // Once `quorum` replicas have pushed, the others have `grace_ms`; 0: as long as an all-reduce may
-  // take.
+  // Once `quorum` replicas have pushed, the others have `grace_ms` milliseconds left. quorum 0:
+  // they have as long as an all-reduce may take.
   uint32_t quorum = 0;
   uint32_t grace_ms = 0;
 
@@ -221,13 +225,13 @@ struct Declaration {
   bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
-  // For kRaw partition p is on server (placement + p) mod servers. With kOnOneServer, for any hash,
-  // each partition is on server placement mod servers.
+  // With kRaw, partition p is on server (placement + p) mod servers. With kOnOneServer, and any
+  // hash, each partition is on server placement mod servers.
   uint64_t placement = 0;
   KeyHash hash = KeyHash::kRaw;  // maps partitions to servers
   Patience patience;             // the same for all tensors of a job
   RankGroup group;
-  std::shared_ptr<const UpdateRule> rule;  // null: it is only reduced
+  std::shared_ptr<const UpdateRule> rule;  // null: the tensor is only reduced
 
   uint64_t Key() const;
   // Returns the key of the first tensor with this name, the same in each life.
@@ -250,14 +254,14 @@ struct Declaration {
   bool operator==(const Declaration& other) const;
 };
 
-// On the wire: its fields in this order, little-endian.
+// Header of a request about a partition. On the wire: these fields in this order, little-endian.
 struct PushHeader {
   uint32_t round = 0;        // number of this worker's earlier pushes of this tensor
   uint32_t timeout_ms = 0;   // limit of the worker's wait
-  uint32_t pull_offset = 0;  // start of the range of the partition's sum that it wants back
+  uint32_t pull_offset = 0;  // start of the range of the sum that the worker wants back, in bytes
   uint32_t pull_bytes = 0;   // length of that range; may be 0
-  // The tensor's first open round at the worker, at most `round`. Earlier rounds have ended there;
-  // the worker will not push or ask for them again.
+  // The tensor's first open round at the worker, at most `round`. Earlier rounds have ended at the
+  // worker, which will not push or ask for them again.
   uint32_t oldest = 0;
   // kForgetLost and kKeepsSums, equal on all members.
   uint32_t flags = 0;
@@ -276,26 +280,26 @@ struct PushHeader {
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
-// Part of the answer about a sum that its worker keeps. On the wire: its fields in this order,
-// little-endian.
+// The part of an answer to a worker that keeps the sum (kKeepsSums). On the wire: these fields in
+// this order, little-endian.
 struct KeptAnswer {
   uint32_t ended = 0;     // the tensor's rounds below this number have ended at all members
-  uint64_t serial = 0;    // number of this sum among this server's
+  uint64_t serial = 0;    // number of this sum among the sums of this server
   uint64_t with_all = 0;  // sums of this server with lower serials have reached all their members
   static constexpr size_t kBytes = sizeof(uint32_t) + 2 * sizeof(uint64_t);
 
   std::string Pack() const;
-  // Takes it from the front of `text`. Returns false if `text` is too short.
+  // Takes the answer's part from the front of `text`. Returns false if `text` is too short.
   static bool Take(std::string* text, KeptAnswer* answer);
 };
 
-// Packs the members (by index) whose values a sum lacks: a bit each, lowest first. Empty if there
-// are none.
+// Packs the members (by index) whose values a sum lacks: a bit each, lowest first. Returns "" if
+// the sum lacks no member.
 std::string PackMembers(const std::vector<bool>& members);
-// Returns the indices, for a group of `size` members.
+// Returns the indices of the members that `text` packs, for a group of `size` members.
 std::vector<size_t> UnpackMembers(const std::string& text, size_t size);
 
-// FNV-1a, 64 bits.
+// Returns the 64-bit FNV-1a hash of the bytes.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 
 // List of declarations, sent in a message.
@@ -314,7 +318,7 @@ uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 
 constexpr uint8_t kDeclarationVersion = 9;
 
-// Packs declarations of the same configuration: `hash` is equal in all.
+// Packs declarations. `hash` must be equal in all of them.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);
 
 // Returns false if `text` is not a list of declarations, with the reason in *error. Safe for any
@@ -344,14 +348,15 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // pages. Partitions of blocks are multiples of kBlocksOfPartition blocks, which are whole pages of
 // 4 KiB; if `largest` is less, as many whole blocks as fit.
 //
-// `smallest` 0: what the link carries in kShortestSeconds, between kLeastSmallest and
-// kMostSmallest; the latter for an unknown link. A tensor waits once for its first partition and
-// once for its last, and 128 KiB take 10 ms at 100 Mbit/s.
+// If `smallest` is 0, the lower limit is what the link carries in kShortestSeconds, between
+// kLeastSmallest and kMostSmallest; for an unknown link it is kMostSmallest. Small partitions help
+// on slow links: a tensor waits once for its first partition and once for its last, and 128 KiB
+// take 10 ms at 100 Mbit/s.
 //
-// Partitions are longer on fast links. Each costs CPU time, of which kPartitionSeconds are not
-// hidden behind the links, and links idle for the time of a partition. For n bytes per server the
-// total is least with partitions of sqrt(n * rate * kPartitionSeconds) bytes. `link_bytes_per_s`: a
-// worker's; 0: unknown.
+// Partitions are longer on fast links. Each partition costs CPU time, of which kPartitionSeconds
+// are not hidden behind the links, and links idle for the time of a partition. For n bytes per
+// server the total is least with partitions of sqrt(n * rate * kPartitionSeconds) bytes.
+// `link_bytes_per_s`: rate of a worker's link; 0: unknown.
 constexpr uint64_t kPartitionsPerServer = 64;
 constexpr double kPartitionSeconds = 2e-6;
 constexpr double kShortestSeconds = 2.5e-3;

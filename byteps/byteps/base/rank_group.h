@@ -14,8 +14,8 @@
 namespace byteps {
 namespace core {
 
-// Ascending, immutable list of ranks. Copies share it, so a copy costs the same for 8,192 ranks as
-// for two.
+// An ascending, immutable list of ranks. Copies of a group share the list, so a copy costs the same
+// for 8,192 ranks as for two.
 class RankGroup {
  public:
   using value_type = uint32_t;
@@ -58,7 +58,8 @@ class RankGroup {
 // groups alive. Thread-safe.
 class RankGroups {
  public:
-  // Returns an existing group with these ranks, or `group`, which is known from now on.
+  // Returns a known group with the same ranks. If there is none, returns `group`, which is known
+  // from now on.
   RankGroup Share(const RankGroup& group);
 
  private:

@@ -12,7 +12,7 @@ namespace core {
 
 // The values of a message: reference-counted memory.
 //
-// Copies share the memory, which is freed with the last. A moved-from object is empty.
+// Copies share the memory, which is freed with the last copy. A moved-from object is empty.
 class SharedBytes {
  public:
   SharedBytes() = default;
@@ -26,7 +26,7 @@ class SharedBytes {
   static SharedBytes Borrow(char* data, size_t size, Released released) {
     return {std::shared_ptr<char>(data, std::move(released)), size};
   }
-  // Wraps memory that lives as long as `owner` has copies.
+  // Wraps memory of `size` bytes that lives as long as `owner` has copies.
   SharedBytes(std::shared_ptr<char> owner, size_t size) : owner_(std::move(owner)), size_(size) {}
 
   SharedBytes(const SharedBytes&) = default;

@@ -19,7 +19,7 @@ class StallWatch {
   // Returns this process's watch.
   static StallWatch* Get();
 
-  // A thread calls Tick each TickTime(heartbeat), between Begin and End.
+  // A thread calls Tick once in each TickTime(heartbeat), between Begin and End.
   void Begin(Duration heartbeat, Time now);
   void Tick(Time now);
   void End(Time now);
@@ -32,12 +32,14 @@ class StallWatch {
     Duration length{};
     Time ended;
   };
-  // Returns the last stall, or a longer one that ended just before it; length zero: none.
+  // Returns the last stall, or a longer stall that ended just before it. Its length is zero if
+  // there was no stall.
   Stall LastStall(Time now);
-  // Returns the last stall's length if it ended within `last`.
+  // Returns the length of the last stall if that stall ended at most `last` before `now`; otherwise
+  // zero.
   Duration StoodStill(Duration last, Time now);
 
-  // Reports a thread's wake-ups, for its own lifetime.
+  // Reports the wake-ups of a thread to this process's watch, while it exists.
   class Feeder {
    public:
     explicit Feeder(double heartbeat_s);
@@ -47,9 +49,9 @@ class StallWatch {
 
     // Call when the thread wakes up.
     void Tick();
-    // The thread waits for something other than time, until the next Tick.
+    // Until the next Tick, the thread waits for something other than time.
     void Rest();
-    // Returns until when the thread may sleep, if it wants to sleep until `wake`.
+    // Returns the time until which the thread may sleep, if it wants to sleep until `wake`.
     Time SleepUntil(AwakeClock::time_point wake) const;
 
    private:
@@ -58,11 +60,11 @@ class StallWatch {
   };
 
  private:
-  // Data to read the clock.
+  // Data from which AwakeClock computes its time.
   struct Bounds {
-    Time until = Time::max();      // later events have not been noticed yet
-    Duration lost{};               // steady time that does not count
-    AwakeClock::time_point floor;  // the clock does not go below this
+    Time until = Time::max();      // steady time up to which stalls are known
+    Duration lost{};               // steady time that does not count, since it was lost in stalls
+    AwakeClock::time_point floor;  // AwakeClock does not go below this time
     AwakeClock::time_point Awake(Time now) const;
   };
 

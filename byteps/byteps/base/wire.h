@@ -101,7 +101,8 @@ class ByteWriter {
   std::string* const out_;
 };
 
-// Each read returns whether the bytes were there. After a failed read all fail.
+// Reads fields that ByteWriter has written. A read returns whether enough bytes were left. After a
+// failed read, all further reads fail.
 class ByteReader {
  public:
   ByteReader(const char* data, size_t size) : data_(data), left_(size) {}

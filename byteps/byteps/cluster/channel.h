@@ -30,10 +30,10 @@ bool IsWorker(int node_id);
 struct MessageHead {
   int op = 0;  // an Op
   bool is_request = true;
-  bool failed = false;  // an answer: the body says why
-  // Both ends are servers (BYTEPS_BACKUP_STATE): both send requests and answers.
+  bool failed = false;  // for an answer: the request failed, and the body says why
+  // Both ends are servers (BYTEPS_BACKUP_STATE), each of which sends requests and answers.
   bool between_servers = false;
-  // Rank of the other end: a server's on a worker and between servers, otherwise a worker's.
+  // Rank of the other end, which is a server on workers and between servers, otherwise a worker.
   int peer = -1;
   uint64_t key = 0;
   uint64_t number = 0;  // the worker's number of the request, also in the answer
@@ -42,14 +42,14 @@ struct MessageHead {
 struct Message : MessageHead {
   std::string body;
   SharedBytes values;
-  // Bytes of values that the peer has sent. More than `values` has if they were dropped: refused by
-  // ChannelUser::PlaceFor, or no memory. kInPieces if there were several values, which no valid
-  // request or answer has.
+  // Number of bytes of values that the peer has sent. If the values were dropped, this is more than
+  // `values` has: ChannelUser::PlaceFor refused them, or there was no memory. kInPieces if there
+  // were several values, which no valid request or answer has.
   uint64_t sent_bytes = 0;
   static constexpr uint64_t kInPieces = UINT64_MAX;
-  // A request's buffer for the answer's values, and its size; null: not known yet. The transport
-  // may tell the server, which then need not ask. The buffer must stay valid like one from
-  // ChannelUser::PlaceFor.
+  // For a request: the buffer for the values of the answer, and its size in bytes; null if the
+  // buffer is not known yet. The transport may tell the server the buffer, so that the server need
+  // not ask for it. The buffer must stay valid like a buffer from ChannelUser::PlaceFor.
   char* place = nullptr;
   uint64_t place_bytes = 0;
 
@@ -77,18 +77,20 @@ inline Message MakeAnswer(int op, int worker, uint64_t key, uint64_t number, std
   return message;
 }
 
-// Callbacks of a channel. Called by its threads, concurrently. No call may block.
+// Callbacks of a channel. The channel's threads call them, concurrently. No call may block.
 class ChannelUser {
  public:
   virtual ~ChannelUser() = default;
 
-  // A message has arrived; it may be moved from. Messages from a node may overtake each other.
+  // A message has arrived. The function may move from `*message`. Messages of a node may overtake
+  // each other.
   virtual void OnMessage(Message* message) = 0;
 
-  // Returns the buffer to receive the `bytes` bytes of values after `head` into. OnMessage then
-  // gets the message with them. Null: memory of the channel. ps::Nowhere(): drop them
-  // (net/link/registration_cache.h); RDMA channels may ignore that. The buffer must stay valid
-  // until OnMessage was called for the message, or Abandon or Stop has returned.
+  // Returns the buffer to receive the `bytes` bytes of values after `head` into; OnMessage then
+  // gets the message with these values. Returns null to use memory of the channel, and
+  // ps::Nowhere() to drop the values (net/link/registration_cache.h); RDMA channels may ignore the
+  // latter. The buffer must stay valid until OnMessage was called for the message, or Abandon or
+  // Stop has returned.
   virtual char* PlaceFor(const MessageHead& /*head*/, size_t /*bytes*/) { return nullptr; }
 
   // An event of the job.
@@ -103,57 +105,62 @@ class Channel {
  public:
   virtual ~Channel() = default;
 
-  // Joins the job. Blocks until every node is there; on the scheduler until it listens. `user` must
-  // outlive the channel. Throws Error on failure, and then leaves nothing started.
+  // Joins the job. Blocks until every node has joined; on the scheduler, only until it listens.
+  // `user` must outlive the channel. Throws Error on failure, and then leaves nothing started.
   virtual void Start(ChannelUser* user) = 0;
 
-  // A worker announces that it sends nothing more, and why. See ps::NodeMembership::Leave.
+  // Leaves the job, as a worker that sends nothing more. `farewell` says why. See
+  // ps::NodeMembership::Leave.
   virtual void Leave(const ps::Farewell& farewell) = 0;
 
   // Closes all connections. After the return the user is not called any more.
   virtual void Stop() = 0;
 
-  // Never blocks. The channel reads the values until it destroys its copy of them. A message to a
-  // lost node is dropped; OnEvent reports the loss.
+  // Sends a message. Never blocks. The channel may read the message's values until it destroys its
+  // copy of them. A message to a lost node is dropped; OnEvent reports the loss.
   virtual void Send(const Message& message) = 0;
 
-  // Receives what is there in the calling thread, unless a channel thread does so now. For a thread
-  // that waits for an answer: waking another thread takes longer. Never blocks.
+  // Receives messages that have arrived, in the calling thread, unless a channel thread is
+  // receiving. For a thread that waits for an answer, since to wake another thread takes longer.
+  // Never blocks.
   virtual void ReceiveReady() {}
 
-  // Values in flight into these bytes (PlaceFor) are received elsewhere. After the return nothing
-  // is written there.
+  // Values in flight into these bytes (PlaceFor) are received elsewhere. After the return, nothing
+  // writes to these bytes.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
   // Returns whether sent memory is registered with a device first: see
   // net/link/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
-  // On a worker, after Start: rate of the slowest worker's NIC, Gbit/s each way; 0 if any is
-  // unknown. Equal on all workers.
+  // On a worker, after Start: rate of the slowest worker's NIC, in Gbit/s each way; 0 if the rate
+  // of any worker's NIC is unknown. Equal on all workers.
   virtual double link_gbps() const = 0;
 
-  // On a worker, after Start: number of NICs it uses, at least 1.
+  // On a worker, after Start: number of NICs that the worker uses, at least 1.
   virtual int num_nics() const { return 1; }
 
-  // On a worker, after Start: whether its replica joins a running job (docs/design/replicas.md).
-  // Such a worker calls SayReady when it can take part. The other workers then call AskToAdmit for
-  // this life of the replica while they all are between two steps.
+  // On a worker, after Start: whether this worker's replica joins a running job
+  // (docs/design/replicas.md). Such a worker calls SayReady when it can take part. The other
+  // workers then call AskToAdmit for this life of the replica, while all of them are between two
+  // steps.
   virtual bool is_late() const { return false; }
   virtual void SayReady() {}
   virtual void AskToAdmit(int /*replica*/, int /*life*/) {}
 
-  // A server reports a worker that others wait for, in a round of `name`. SayLate: its replica is
-  // to be removed, since it "had not pushed ..." (`why`).
+  // On a server: reports the worker of `rank`, for which other workers wait in round `round` of the
+  // tensor `name`. SayLate asks the scheduler to remove this worker's replica, since the worker
+  // "had not pushed ..." (`why`).
   virtual void SayAwaited(int /*rank*/, const std::string& /*name*/, uint32_t /*round*/) {}
   virtual void SayLate(int /*rank*/, const std::string& /*why*/) {}
 
-  // Seconds after an operation's limit (BYTEPS_OP_TIMEOUT_S) in which servers and scheduler may
-  // still explain a missing answer: they know who is missing, or why a connection is gone.
+  // Seconds that a worker waits after an operation's limit (BYTEPS_OP_TIMEOUT_S) for servers and
+  // scheduler to explain the missing answer, since they know which worker is missing, or why a
+  // connection is gone.
   virtual double seconds_to_explain() const { return 5; }
 
-  // Returns whether removals cannot be decided now: the scheduler is dead and may return, or it has
-  // just returned and waits for the other nodes.
+  // Returns whether nobody can decide to remove a node now: the scheduler is dead and may return,
+  // or it has just returned and waits for the other nodes.
   virtual bool lacks_scheduler() const { return false; }
 
   // This node's rank within its role, after Start.

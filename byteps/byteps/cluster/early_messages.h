@@ -1,8 +1,8 @@
-// EarlyMessages: messages that arrive before the node has its place in the job.
+// EarlyMessages: messages that arrive before this node has its place in the job.
 //
-// Workers may reach a replacement server before it knows that it has the lost server's place. If
-// the scheduler then dies, the server never learns of it and asks for a place again. It must then
-// have no trace of the earlier messages.
+// Workers may reach a replacement server before the server knows that it has the lost server's
+// place. If the scheduler then dies, the server never learns that it has this place, and asks for a
+// place again. It must then have no trace of the messages that it has got for the earlier place.
 #ifndef BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 #define BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 

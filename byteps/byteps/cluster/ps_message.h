@@ -9,12 +9,12 @@
 namespace byteps {
 namespace core {
 
-// The values are shared, not copied.
+// Converts a message to ps-lite's. Shares the values, and does not copy them.
 ps::Message ToPs(const Message& message);
 
-// Converts a message that arrived at a node of this role. Moves body and values.
+// Converts a message of ps-lite that arrived at a node of role `here`. Moves body and values.
 Message FromPs(ps::Message* message, Role here);
-// Converts the head, which arrives first.
+// Converts the head of a message of ps-lite; the head arrives first.
 MessageHead HeadOf(const ps::Meta& meta, Role here);
 
 }  // namespace core

@@ -24,17 +24,17 @@ namespace core {
 
 struct SessionOptions {
   Role role = Role::kWorker;
-  int rank = 0;  // a worker's
+  int rank = 0;  // rank of a worker
   int num_workers = 1;
   int num_servers = 1;
   bool rejoin = false;  // for a server that outlived its last job
-  std::string gpu;      // a worker's: PCI bus id, "0000:1b:00.0"; "": unknown
+  std::string gpu;      // PCI bus id of a worker's GPU, "0000:1b:00.0"; "": unknown
   // Makes a scheduler's policy for losses; null: a loss ends the job.
   std::unique_ptr<ps::RosterPolicy> (*make_roster_policy)(ps::SchedulerMembership*,
                                                           ps::ScheduledJob*) = nullptr;
 };
 
-// Thrown if the job failed before all nodes had come, after the scheduler had admitted this node.
+// Thrown if the job failed before all nodes had joined, after the scheduler had admitted this node.
 struct JobFailedError : public Error {
   using Error::Error;
 };
@@ -44,8 +44,8 @@ struct NoSchedulerError : public Error {
   using Error::Error;
 };
 
-// Thrown on a server that waited for a lost server's place, when the job has ended without needing
-// it.
+// Thrown on a server that waited for the place of a lost server, if the job has ended and no place
+// became vacant.
 struct NotNeededError : public Error {
   using Error::Error;
 };
@@ -53,17 +53,17 @@ struct NotNeededError : public Error {
 // The channel of a real job. It wraps ps-lite, which has global state: only one session may be
 // started at a time.
 //
-// The session owns its van and membership until it is destroyed. So every method may be called by
-// any thread even after Stop: nothing is sent then, and names, ranks and rates are the last job's.
+// The session owns its van and membership until it is destroyed. So any thread may call any method
+// even after Stop: then nothing is sent, and names, ranks and rates are those of the last job.
 class Session : public Channel {
  public:
   Session(const Config& config, const SessionOptions& options);
   ~Session() override;
 
   void Start(ChannelUser* user) override;
-  // Alternative to Start: tests everything that Start does, without joining. Returns the
-  // scheduler's answer if it would admit `count` nodes like this one; "" on the scheduler. Throws
-  // UsageError, NoSchedulerError, or Error for any other failure.
+  // Tests everything that Start does, without joining; call instead of Start. Returns the
+  // scheduler's answer if the scheduler would admit `count` nodes like this one. Returns "" on the
+  // scheduler itself. Throws UsageError, NoSchedulerError, or Error for any other failure.
   std::string Probe(ChannelUser* user, int count);
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
@@ -90,13 +90,13 @@ class Session : public Channel {
   // Returns whether the job has begun and has workers.
   bool HasWorkers() const;
 
-  // Returns whether peers have received everything that was sent.
+  // Returns whether peers have received all messages that this node has sent.
   bool AllArrived() const;
 
   // On the scheduler: the state of the job.
   ps::JobView View();
 
-  // Address at which this node listens.
+  // Host and port at which this node listens.
   std::string host() const;
   int port() const;
 
@@ -115,9 +115,9 @@ class Session : public Channel {
   ps::NetSettings Prepare(ChannelUser* user, int probe);
   // Reads the network's settings. Throws UsageError.
   ps::NetSettings ReadSettings() const;
-  // Joins. Retries while the scheduler may admit this node later, for BYTEPS_START_TIMEOUT_S. If
-  // lost servers are replaced, a surplus server waits for a place as long as the job lasts; then
-  // throws NotNeededError.
+  // Joins the job. Retries while the scheduler may admit this node later, for
+  // BYTEPS_START_TIMEOUT_S. If lost servers are replaced, a surplus server waits for a place as
+  // long as the job lasts, and throws NotNeededError when the job has ended.
   void Join(ChannelUser* user, ps::NetSettings settings);
 
   const Config config_;
@@ -126,7 +126,7 @@ class Session : public Channel {
   mutable ps::Mutex van_mu_;
   std::shared_ptr<ps::Van> van_ PS_GUARDED_BY(van_mu_);
   bool started_ = false;
-  bool waits_ = false;  // for the place of a lost server
+  bool waits_ = false;  // this server waits for the place of a lost server
 };
 
 }  // namespace core

@@ -1,5 +1,5 @@
-// Vacancies: times when a server's place is vacant or the scheduler is missing. No worker counts as
-// late then.
+// Vacancies: times in which a server's place is vacant or the scheduler is missing. In such times
+// no worker counts as late.
 #ifndef BYTEPS_CLUSTER_VACANCIES_H_
 #define BYTEPS_CLUSTER_VACANCIES_H_
 
@@ -30,7 +30,8 @@ class Vacancies {
     if (ranks_.erase(rank) > 0) filled_ = Clock::now();
   }
 
-  // Returns the last time when a node was missing; `now` if a node is missing.
+  // Returns the last time at which a server or the scheduler was missing; `now` if one is missing
+  // now.
   Clock::time_point Last(Clock::time_point now) const {
     if (channel_->lacks_scheduler()) return now;
     ps::MutexLock lock(&mu_);
