@@ -1,9 +1,8 @@
 """FSDP2 in few bits: gradients through the servers, and parameters gathered in 8 bits.
 
-A script that knows nothing of this sets BYTEPS_C10D=1 and BYTEPS_FSDP_DTYPES; another one calls
-`apply`. Either way torch's FSDP2 calls what is defined here for its reduce-scatters and all-gathers
-alone: other collectives of the same process groups, such as those that collect a checkpoint, stay
-as they are.
+A script that is not changed for this needs BYTEPS_C10D=1 and BYTEPS_FSDP_DTYPES in its environment;
+other scripts call `apply`. Only FSDP2's own reduce-scatters and all-gathers change. Other
+collectives of the same process groups, such as those that collect a checkpoint, stay as they are.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from byteps.torch.wire import WireType
 from torch._compile import _disable_dynamo
 
 NONE = "none"
-"""The name of no type: the collectives stay with NCCL or gloo."""
+"""Value of a setting: the collectives stay with NCCL or gloo."""
 _FIRST = "2.9"
-"""Version of torch with the hooks."""
+"""First version of torch whose FSDP2 has the necessary hooks."""
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 
 Call = Callable[..., Any]
 
 
 def apply(model: torch.nn.Module, *, wire_dtype: str = "int8", gather_dtype: str = NONE) -> None:
-    """Have the FSDP2 modules of a model reduce gradients through the servers.
+    """Make the FSDP2 modules of a model reduce gradients through the servers.
 
-    To be called once on all ranks, after `fully_shard` and `bps.init()`. Gradients whose group is
-    on one host, or that would gain nothing, stay with NCCL or gloo; BYTEPS_C10D_BACKEND and
-    BYTEPS_C10D_MIN_BYTES say which, as for all-reduces.
+    All ranks call this once, after `fully_shard` and `bps.init()`. Gradients stay with NCCL or gloo
+    if their group is on a single host, or if servers would not be faster. As for all-reduces,
+    BYTEPS_C10D_BACKEND and BYTEPS_C10D_MIN_BYTES influence this choice.
 
     Args:
-        model: with modules that `fully_shard` has made.
+        model: a model that has modules to which `fully_shard` was applied.
         wire_dtype: type in which gradients travel: "same" (their own), "bf16", "fp16", "int8" or
             "int4". Servers add in fp32 and round once. "none": they stay with NCCL or gloo.
         gather_dtype: "int8": parameters that are gathered over hosts travel in blocks of 128 values
-            of 8 bits, and layers compute with what these hold. Optimizers keep them as they are.
-            "none": in their own type.
+            of 8 bits, and layers compute with the rounded parameters. Optimizers keep the exact
+            parameters. "none": parameters travel in their own type.
 
     Raises:
-        BytePSError: torch has no such hooks; the text names its version.
-        ValueError: there is no such type, or no FSDP2 module in the model.
+        BytePSError: torch is too old for this; the text names its version.
+        ValueError: a type does not exist, or the model has no FSDP2 module.
     """
     _demand("same", wire_dtype, ("same", NONE, *wire.NAMES))
     _demand("int8", gather_dtype, (NONE, "int8"))
@@ -73,10 +72,10 @@ def _demand(like: str, given: str, known: Sequence[str]) -> None:
 
 
 def install() -> None:
-    """Have all FSDP2 modules of this process do as BYTEPS_FSDP_DTYPES says. Again: do nothing.
+    """Apply BYTEPS_FSDP_DTYPES to all FSDP2 modules of this process. A second call does nothing.
 
     Raises:
-        BytePSError: torch has no such hooks; the text names its version.
+        BytePSError: torch is too old for this; the text names its version.
     """
     wire_dtype, _, gather_dtype = setting("BYTEPS_FSDP_DTYPES", str).partition(",")
     gather_dtype = gather_dtype or NONE
@@ -102,7 +101,7 @@ def _serving(native: Call, served: Call) -> Call:
 
 
 def _natives() -> tuple[Any, Any]:
-    """torch's own classes for reduce-scatters and all-gathers of FSDP2."""
+    """Return torch's own classes for FSDP2's reduce-scatters and all-gathers."""
     try:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -119,7 +118,7 @@ def _natives() -> tuple[Any, Any]:
 
 
 class _Comm:
-    """Requirements of torch for both kinds of communication."""
+    """Base of the two classes that replace torch's own classes for FSDP2's collectives."""
 
     def __init__(self, native: Any) -> None:
         """`native`: torch's own class."""
@@ -157,10 +156,10 @@ def reduce_scatter(
     *,
     wire_dtype: str,
 ) -> Any:
-    """A reduce-scatter of FSDP2 through the servers where it gains, else `native`.
+    """Run a reduce-scatter of FSDP2: through the servers if that is faster, otherwise by `native`.
 
-    `owner` is the object of torch's, one for each FSDP2 module. Other arguments are as torch's
-    reduce_scatter_tensor has them; the input's values are undefined afterwards.
+    `owner` is the object of torch that calls this, one per FSDP2 module. The other arguments are
+    those of torch's reduce_scatter_tensor. The input's values are undefined afterwards.
 
     Raises:
         BytePSError: the job failed, and the text names the peer.
@@ -186,8 +185,8 @@ def reduce_scatter(
 
 
 def _read(op: Any) -> tuple[bool | None, float]:
-    """Whether an operation averages, and by what it multiplies first; None: neither sum nor
-    average."""
+    """Return whether an operation averages (None: it is neither a sum nor an average), and the
+    factor by which it multiplies values first."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.AVG:
         return True, 1.0
@@ -208,9 +207,9 @@ def all_gather(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Any:
-    """An all-gather of FSDP2 in blocks of 8 bits where it spans hosts, by `native`.
+    """Run an all-gather of FSDP2 by `native`, in blocks of 8 bits if the group spans hosts.
 
-    All ranks compute with the same values, the owner of a shard too.
+    All ranks, including the owner of a shard, compute with the same rounded values.
     """
     if (
         input_tensor.dtype not in _GATHERED
@@ -233,7 +232,7 @@ def all_gather(
 
 
 class _Gathering(dist._Work):
-    """An all-gather in flight whose values are still to be decoded."""
+    """An all-gather in flight. Its values are decoded when it is waited for."""
 
     def __init__(
         self, native: Any, received: torch.Tensor, form: WireType, output: torch.Tensor, size: int
@@ -246,13 +245,14 @@ class _Gathering(dist._Work):
         self._size = size
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait as the native work does, and decode in the current stream. Again: do nothing."""
+        """Wait as the native work does, and decode in the current stream. A second call does
+        nothing."""
         received, self._received = self._received, None
         if received is None:
             return True
         if self._native is not None:
             self._native.wait() if timeout == timedelta(0) else self._native.wait(timeout)
-        if received.is_cuda:  # memory of the stream that has started it
+        if received.is_cuda:  # The memory belongs to the stream that has started the all-gather.
             received.record_stream(torch.cuda.current_stream(received.device))
         with torch.no_grad():
             for blocks, values in zip(

@@ -1,7 +1,7 @@
-"""CUDA streams that belong to this package alone.
+"""CUDA streams that only this package uses.
 
-``torch.cuda.Stream()`` reuses the 32 streams of a pool: if each all-reduce made a stream,
-it would soon get one on which the program computes.
+``torch.cuda.Stream()`` reuses the 32 streams of a pool. If each all-reduce made a stream, some
+would get a stream on which the program computes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ _lock = threading.Lock()
 
 
 def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU for one purpose: made by the first who asks, kept to the end.
+    """Return the stream of a GPU for one purpose. The first call makes the stream; it is kept until
+    the process ends.
 
     Args:
-        purpose: what is queued there, whose order is then the order of calls.
-        device: a GPU, with its number or the current one.
+        purpose: name of the purpose. Work of the same purpose runs in the order of the calls.
+        device: a GPU, with its number; without a number, the current GPU.
     """
     number = torch.cuda.current_device() if device.index is None else device.index
     stream = _made.get((purpose, number))

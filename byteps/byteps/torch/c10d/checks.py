@@ -1,4 +1,4 @@
-"""TORCH_DISTRIBUTED_DEBUG=DETAIL: members compare what they are about to reduce."""
+"""Checks of TORCH_DISTRIBUTED_DEBUG=DETAIL: members of a group compare their next collectives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 
 class Checks:
-    """torch's own comparison of collectives, for those of the native backends and for those that go
-    through the servers: one sequence of them, since members may differ in that, too."""
+    """torch's own comparison of collectives. A single sequence has the collectives of the native
+    backends and those that go through the servers, since members may wrongly choose different
+    paths, too."""
 
     def __init__(self, options: Any) -> None:
         """`options`: torch's _DistributedBackendOptions."""
@@ -22,25 +23,25 @@ class Checks:
             options.group_size,
             timeout=options.timeout,
         )
-        # Compares with the others, and then sums over this rank alone.
+        # This group compares with the other members, and then sums over this rank alone.
         self._alone = self.around(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options.timeout))
 
     @staticmethod
     def of_new_group(options: Any) -> Checks | None:
-        """None: the user has not asked for them."""
+        """Return the checks of a new group; None if the user has not asked for checks."""
         is_detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         return Checks(options) if is_detailed else None
 
     def around(self, native: Any) -> Any:
-        """A backend that compares, and then does what the native one does."""
+        """Return a backend that compares a collective, and then runs it on the native backend."""
         return torch._C._distributed_c10d._ProcessGroupWrapper(native, self._helper)
 
     def check(self, tensor: torch.Tensor, opts: Any) -> None:
         """Compare an all-reduce that goes through the servers.
 
         Raises:
-            RuntimeError: members reduce something else, or did not come in time; torch's text says
-                which, and what.
+            RuntimeError: members start different collectives, or some start none in time; torch's
+                text names the members and their collectives.
         """
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp

@@ -1,4 +1,4 @@
-"""Events that a profiler shows for all-reduces through the servers, as for native ones."""
+"""Events that a profiler shows for all-reduces through the servers, like those of native ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.autograd.profiler import record_function
 
 
 class Event:
-    """An asynchronous event: it begins on one thread, and ends on another one.
+    """An asynchronous event: it may begin on one thread and end on another thread.
 
-    It has no shapes, since torch takes them from Python for events of one thread alone.
+    The event has no shapes: from Python, torch takes shapes only for events of a single thread.
     """
 
     def __init__(self, name: str) -> None:
-        """Begin it now, on this thread."""
+        """Begin the event now, on this thread."""
         self._began_on = threading.get_ident()
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         self._lock = threading.Lock()
@@ -26,7 +26,7 @@ class Event:
             event._call_end_callbacks_on_future(self._ended)
 
     def end(self) -> None:
-        """End it, whichever thread this is. Again: do nothing."""
+        """End the event; any thread may call this. A second call does nothing."""
         with self._lock:
             if self._ended.done():
                 return
@@ -42,12 +42,13 @@ class Event:
 def record(
     call: str, operation: str, tensors: Sequence[torch.Tensor], start: Callable[[], Any]
 ) -> Any:
-    """Start an operation on tensors; record the call, and how long the operation is in flight.
+    """Start an operation on tensors; record an event for the call, and an event for the time in
+    which the operation is in flight. Return the work.
 
     Args:
         call: torch's name of the call, whose event has the shapes of the tensors.
         operation: the native backend's name of the operation.
-        start: returns the work.
+        start: starts the operation and returns its work.
     """
     with _RecordFunctionFast(call, list(tensors), {}):
         event = Event(operation)

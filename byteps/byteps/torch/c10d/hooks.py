@@ -1,10 +1,10 @@
-"""Ways from programs to the servers: the backend ``byteps``, and hooks for DDP and FSDP2.
+"""The backend ``byteps`` of torch.distributed, and hooks for DDP and FSDP2.
 
-The backend is NCCL or gloo, but for large all-reduces. Hooks need no process group of it: tensors
-that stay behind are reduced by the group that the model has.
+The backend sends large all-reduces through the servers; everything else is left to NCCL or gloo.
+The hooks work with any process group: it reduces the tensors that do not go through the servers.
 """
 
-# Annotations are evaluated here: DDP looks at those of a hook.
+# Annotations must be evaluated here, because DDP checks the annotations of a hook.
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,18 +38,18 @@ _AVERAGES = {dist.ReduceOp.SUM: False, dist.ReduceOp.AVG: True}
 class BytePSGroup(dist.ProcessGroup):
     """A process group that carries the native backend of each device.
 
-    What is not defined here falls through to that backend in C++. The default group joins the
-    BytePS job when it is made, and leaves it when it is destroyed.
+    Methods that are not defined here fall through to the native backend in C++. The default group
+    joins the BytePS job when it is made, and leaves the job when it is destroyed.
     """
 
     def __init__(self, options: Any, backend_options: Any, *, asked: Asked | None) -> None:
         """
         Args:
             options: torch's _DistributedBackendOptions: store, rank, size, timeout, name, ranks.
-            backend_options: of NCCL, as the script gave them; None: the usual ones.
-            asked: what the script has asked for; None: the backend of this name.
+            backend_options: options of NCCL, as the script gave them; None: the defaults.
+            asked: the backends that the script has asked for; None: the backend ``byteps``.
         """
-        # The form with a store cannot be subclassed.
+        # torch's constructor with a store cannot be used by a subclass.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._is_default = not options.global_ranks_in_group
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -121,9 +121,9 @@ class BytePSGroup(dist.ProcessGroup):
         Args:
             tensors: one tensor, alone or in a list.
             opts: torch's AllreduceOptions, or the operation.
-            timeout: without options: for this operation alone.
-            tensor: another name of `tensors`.
-            op: another name of `opts`, where that is the operation.
+            timeout: timeout of this operation, if `opts` are no options.
+            tensor: the tensor, instead of `tensors`.
+            op: the operation, instead of `opts`.
         """
         given = tensor if tensors is None else tensors
         several = [given] if isinstance(given, torch.Tensor) else list(given or ())
@@ -145,7 +145,7 @@ class BytePSGroup(dist.ProcessGroup):
 
     @_disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce several tensors over the group, in place; return one work for all."""
+        """Reduce several tensors over the group, in place; return one work for all of them."""
         opts = opts or dist.AllreduceCoalescedOptions()
         return self._recorded(
             "allreduce_coalesced_", tensors, opts, lambda: self._begin_all(tensors, opts)
@@ -171,8 +171,8 @@ class BytePSGroup(dist.ProcessGroup):
     def _recorded(
         self, call: str, tensors: Sequence[torch.Tensor], opts: Any, start: Callable[[], Any]
     ) -> Any:
-        """Start an all-reduce; under a profiler record it, as the native backend does itself where
-        nothing goes through the servers."""
+        """Start an all-reduce, and record it under a profiler. (The native backend itself records
+        all-reduces that do not go through the servers.)"""
         if not torch.autograd._profiler_enabled() or not any(
             self._takes(tensor, opts) for tensor in tensors
         ):
@@ -185,7 +185,7 @@ class BytePSGroup(dist.ProcessGroup):
         return is_summed and self._reductions.takes(tensor)
 
     def _begin(self, tensor: torch.Tensor, opts: Any) -> Work | None:
-        """Start it through the servers; None: it does not go there."""
+        """Start an all-reduce through the servers; return None if it does not go through them."""
         average = _AVERAGES.get(_kind(opts.reduceOp))
         if average is None or self._size == 1:
             return None
@@ -214,35 +214,35 @@ class BytePSGroup(dist.ProcessGroup):
     # ----- its name and its end
 
     def getBackendName(self) -> str:
-        """Get the name in torch's form."""
+        """Return the name of the backend, as torch calls this method."""
         return NAME if self._name == NAME else self._plain.name()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For operations from now on."""
+        """Set the timeout of the operations that are started from now on."""
         self._timeout = timeout
         self._plain.set_timeout(timeout)
 
     def split_group(self, *arguments: Any, **named: Any) -> Any:
-        """A group of the native backend alone, made of this one's."""
+        """Return a new group of the native backend, split from this group's native backend."""
         warn_not_carried("a group that split_group makes")
         return self._plain.split_group(*arguments, **named)
 
     def merge_remote_group(self, *arguments: Any, **named: Any) -> Any:
-        """A group of the native backend alone."""
+        """Return a new group of the native backend."""
         warn_not_carried("a group that merge_remote_group makes")
         return self._plain.merge_remote_group(*arguments, **named)
 
     def bind(self, device: torch.device) -> None:
-        """The group's collectives run on this GPU."""
+        """Bind the group to a GPU, on which its collectives will run."""
         self.bound_device_id = self._plain.bound_device_id = device
 
     @property
     def supports_reconfigure(self) -> bool:
-        """No, whatever the native backend does."""
+        """Return False: the group cannot be reconfigured, even if the native backend can."""
         return False
 
     def get_reconfigure_handle(self) -> str:
-        """Refused.
+        """Refuse: the group cannot be reconfigured.
 
         Raises:
             RuntimeError: always.
@@ -250,7 +250,7 @@ class BytePSGroup(dist.ProcessGroup):
         raise RuntimeError(_NOT_RECONFIGURED)
 
     def reconfigure(self, opts: Any) -> Any:
-        """Refused.
+        """Refuse: the group cannot be reconfigured.
 
         Raises:
             RuntimeError: always.
@@ -258,7 +258,7 @@ class BytePSGroup(dist.ProcessGroup):
         raise RuntimeError(_NOT_RECONFIGURED)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Refused.
+        """Refuse: the group supports no hooks.
 
         Raises:
             RuntimeError: always.
@@ -266,7 +266,7 @@ class BytePSGroup(dist.ProcessGroup):
         raise RuntimeError(_NOT_HOOKED)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Refused.
+        """Refuse: the group supports no hooks.
 
         Raises:
             RuntimeError: always.
@@ -274,7 +274,7 @@ class BytePSGroup(dist.ProcessGroup):
         raise RuntimeError(_NOT_HOOKED)
 
     def shutdown(self) -> None:
-        """End the group, and with the default group this worker's part in the job."""
+        """End the group. If it is the default group, this worker also leaves the job."""
         self._reductions.close(waits=True)
         try:
             if self._is_default and session.is_initialized():
@@ -295,7 +295,7 @@ class BytePSGroup(dist.ProcessGroup):
 
 
 def _plainly(name: str) -> Callable[..., Any]:
-    """A method that leaves its work to a group of the native backends, without the GIL."""
+    """Return a method that calls the native backends' group, without holding the GIL."""
 
     @_disable_dynamo
     def start(self: BytePSGroup, *arguments: Any, **named: Any) -> Any:
@@ -306,22 +306,22 @@ def _plainly(name: str) -> Callable[..., Any]:
 
 
 _STARTS = re.compile(r"-> (c10d::|torch\._C\._distributed_c10d\.)?Work\b")
-"""Signature, in its docstring, of a method of torch's that starts an operation."""
+"""Pattern that finds torch's methods that start an operation, by the signature in a docstring."""
 
 _NAMES_IN_CPP = {
     "recvAnysource": "recv_anysource",
     "start_coalescing": "_start_coalescing",
     "end_coalescing": "_end_coalescing",
 }
-"""Methods that torch's C++ looks for under another name than Python's."""
+"""Methods that torch's C++ code looks for under another name than Python code does."""
 
 
 def _start_without_gil() -> None:
     """Define, in BytePSGroup, each method that starts an operation of the native backends.
 
-    C++ looks for a method of the subclass, by names that each version of torch adds to. Where there
-    is none it keeps the GIL while it starts the native operation. That hangs where a thread of gloo
-    holds the lock of its queue and frees a tensor, for which it needs the GIL.
+    torch's C++ code looks for a method of the subclass; each version of torch adds names. If there
+    is no such method, it keeps the GIL while it starts the native operation. This deadlocks if a
+    thread of gloo holds the lock of gloo's queue and waits for the GIL, to free a tensor.
     """
     for name in dir(dist.ProcessGroup):
         method = getattr(dist.ProcessGroup, name)
@@ -335,7 +335,7 @@ _start_without_gil()
 
 
 def _kind(reduce_op: Any) -> Any:
-    """SUM, AVG, ... of what torch gives: a ReduceOp, or one of its kinds."""
+    """Return the kind (SUM, AVG, ...) of a ReduceOp, or the argument if it is a kind already."""
     return getattr(reduce_op, "op", reduce_op)
 
 
@@ -348,18 +348,19 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Reductions] = weakref.WeakK
 def ddp_comm_hook(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for ``DistributedDataParallel``: average a bucket over all ranks.
+    """Average a bucket over all ranks: a communication hook for ``DistributedDataParallel``.
 
-    ``model.register_comm_hook(None, bps.ddp_comm_hook)``. Buckets that later layers wait for first
-    go first. Variables BYTEPS_C10D_* say which go through the servers, and in which type.
+    Register it by ``model.register_comm_hook(None, bps.ddp_comm_hook)``. The buckets that the next
+    forward pass needs first have the highest priority. The variables BYTEPS_C10D_* decide which
+    buckets go through the servers, and in which type they travel.
 
     Args:
-        state: the model's process group; None: the default one.
-        bucket: DDP's.
+        state: the model's process group; None: the default group.
+        bucket: the bucket, as DDP passes it.
 
     Returns:
-        A future of the bucket's buffer, with the averages. It fails with BytePSError where a push
-        or a pull does; the text names the peer.
+        A future of the bucket's buffer, with the averages. If a push or a pull fails, the future
+        fails with BytePSError; the text names the peer.
     """
     group = state or dist.group.WORLD
     assert group is not None
@@ -373,11 +374,11 @@ def ddp_comm_hook(
 
 
 def fsdp_all_reduce_hook(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
-    """A hook for FSDP2's ``module.set_all_reduce_hook``: with a mesh of one dimension, average each
-    reduce-scattered gradient over a second one, whose group this is.
+    """Return a hook for FSDP2's ``module.set_all_reduce_hook``. If FSDP2 shards over a mesh of one
+    dimension, the hook averages each reduce-scattered gradient over a second dimension.
 
     Args:
-        group: of ranks that hold the same shard, such as ``mesh.get_group("replicate")``.
+        group: the ranks that hold the same shard, such as ``mesh.get_group("replicate")``.
     """
 
     def hook(gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Identity of a process group: the same on all members, and no other group's."""
+"""Identity of a process group: the same on all members, and different for each group."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class Identity:
     """A process group, as torch.distributed's default group knows it."""
 
     name: str
-    """torch's: no two groups that live at the same time share one."""
+    """torch's name of the group. Groups that exist at the same time have different names."""
     ranks: tuple[int, ...]
     """Global ranks of the group, in its order."""
     life: int
-    """Groups of this name and these ranks that there were before. All members make each of them, so
-    all count alike, whatever else a rank makes or destroys meanwhile."""
+    """Number of earlier groups with the same name and ranks. Every member has made each of these,
+    so all members count the same, whatever other groups they make or destroy."""
 
     def key(self, kind: str, nonce: str) -> str:
-        """Get the prefix of the names of the group's tensors.
+        """Return the prefix of the names of the group's tensors.
 
         Args:
-            kind: Kind of the reductions, if a group has several.
-            nonce: Value that the ranks of the default group have agreed on. torch counts names
-                from zero in each default group.
+            kind: kind of the reductions, since a group may have several kinds.
+            nonce: random text that the ranks of the default group share. The name alone is not
+                unique: torch counts group names from zero in each default group.
         """
         text = repr((self.name, self.ranks, self.life))
         return f"{kind}/{nonce}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 class _Lives:
-    """Counts groups of one name and the same ranks, within one default group of torch's."""
+    """Counts the groups with the same name and ranks, within one default group of torch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,11 +59,11 @@ _lives = _Lives()
 
 
 def of_new_group(name: str, ranks: Sequence[int]) -> Identity:
-    """The identity of a group that is being made. All members call this once for it."""
+    """Return the identity of a group that is being made. All members call this once per group."""
     members = tuple(ranks)
     return Identity(name=name, ranks=members, life=_lives.next(name, members))
 
 
 def of_group(group: dist.ProcessGroup) -> Identity:
-    """The identity of a group that is none of BytePS. To be called once for it, by all members."""
+    """Return the identity of a group of another backend. All members call this once per group."""
     return of_new_group(group.group_name, dist.get_process_group_ranks(group))

@@ -1,4 +1,6 @@
-"""The all-reduces of one group of ranks through the servers: which go there, and their job."""
+"""All-reduces of one group of ranks through the servers: joining the job, choosing the all-reduces
+that go through the servers, and starting them.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ class _Joined:
     """State that all ranks of a default group of torch.distributed have exchanged."""
 
     session: int
-    """Its number."""
+    """Number of this process's job: see `session.number`."""
     job: Job
     nonce: str
-    """Random text that no other default group has."""
+    """Random text, different for each default group."""
     world: weakref.ref[dist.ProcessGroup] | None = None
-    """The default group; None: it was being made."""
+    """The default group; None if it was still being made."""
 
 
 _joined: _Joined | None = None
@@ -51,18 +53,20 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
     """Join the job, and learn the hosts of all its workers; all ranks call this.
 
     Args:
-        store: of torch.distributed, with nobody's prefix.
-        rank: of this process in torch.distributed, and of its worker.
-        size: ranks of torch.distributed.
-        timeout: of its default group: how long sums take, unless BYTEPS_OP_TIMEOUT_S says it.
+        store: store of torch.distributed, without a prefix.
+        rank: rank of this process in torch.distributed, which is also its rank as a worker.
+        size: number of ranks in torch.distributed.
+        timeout: timeout of the default group. It limits the time of sums if BYTEPS_OP_TIMEOUT_S is
+            not set.
 
     Raises:
-        BytePSError: the scheduler or a server cannot be reached, or ranks are counted differently.
+        BytePSError: the scheduler or a server cannot be reached, or the launcher's rank and size
+            differ from these.
     """
     global _joined, _limit_s
     with _joining:
         if timeout is not None:
-            # Servers then say which ranks they lack.
+            # With a limit of their own, servers can report which ranks have not pushed.
             _limit_s = min(max(timeout.total_seconds(), 0.1), 604800.0)
         session.init(of_torch=(rank, size), store=store, op_timeout_s=_limit_s)
         if (session.rank(), session.size()) != (rank, size):
@@ -86,14 +90,15 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
 
 
 _limit_s: float | None = None
-"""The timeout of torch's default group, within what BYTEPS_OP_TIMEOUT_S may be."""
+"""Timeout of torch's default group, cut to the range of BYTEPS_OP_TIMEOUT_S, in seconds."""
 
 
 def joined() -> Job:
-    """Get the result of `join`, which runs now if all ranks of torch.distributed call this.
+    """Return the result of `join`. The first call joins: all ranks of torch.distributed must make
+    it.
 
     Raises:
-        BytePSError: See `join`.
+        BytePSError: see `join`.
     """
     return _join_once().job
 
@@ -118,7 +123,7 @@ def _join_once() -> _Joined:
 def _exchange(
     store: Any, rank: int, size: int, mine: Told, deadline: float
 ) -> tuple[Sequence[Told], str]:
-    """Exchange the messages of all ranks, in order, and a nonce.
+    """Exchange messages: return those of all ranks, in the order of ranks, and a nonce.
 
     Rank 0 reads all messages and writes them once, so that a rank of a large job reads only two
     values.
@@ -138,34 +143,36 @@ def _exchange(
             store.set(everything, json.dumps(told))
     if not meeting.wait_for(store, [everything], deadline):
         raise session.BytePSError("ranks did not tell their hosts (BYTEPS_START_TIMEOUT_S)")
-    # The prefix ends with what rank 0 drew for those who meet now.
+    # The prefix ends with the nonce that rank 0 drew for this exchange.
     return [Told(*one) for one in json.loads(store.get(everything))], prefix.rpartition("/")[2]
 
 
-# Choice of a group's all-reduces that go through the servers, and of their way: the same on all
-# members.
+# Decisions about a group's all-reduces: which of them go through the servers, and by which route.
+# All members decide the same.
 
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-"""Types of gradients. Whole numbers stay with NCCL or gloo, which do not average them."""
+"""Types of tensors that go through the servers: those of gradients. Integers stay with NCCL or
+gloo."""
 
 SAME = "same"
-"""The name of a tensor's own type."""
+"""Value of a setting: the tensor travels in its own type."""
 
 REFERENCE_BYTES = 64 << 20
-"""Bytes and times of a backend grow alike with the size, so that any size decides for all."""
+"""Size of the tensor for which routes are compared. The time of each route grows in proportion to
+the size, so a single size decides for all sizes."""
 
 _told: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Choices of users: the variables BYTEPS_C10D_*."""
+    """Settings of users: the values of the variables BYTEPS_C10D_*."""
 
     backend: str
     min_bytes: int
     wire_dtype: str
-    """A name of `wire.NAMES`, or "same"."""
+    """Type in which tensors travel: a name of `wire.NAMES`, or "same"."""
 
     @staticmethod
     def read() -> Settings:
@@ -177,8 +184,8 @@ class Settings:
         )
 
     def wire_of(self, dtype: torch.dtype) -> WireType:
-        """The type in which a tensor travels: its own where the one that was asked for would keep
-        less of it, or cannot hold it."""
+        """Return the type in which a tensor of `dtype` travels: the requested type. It is the
+        tensor's own type if the requested type would not be shorter, or cannot hold the tensor."""
         asked = wire.NAMES.get(self.wire_dtype)
         return asked if asked is not None and asked.takes(dtype) else wire.of(dtype)
 
@@ -189,9 +196,10 @@ def decide_for(
     dtype: torch.dtype,
     settings: Settings,
 ) -> Decision:
-    """Choose the way of all-reduces of a dtype over these ranks; rank 0 of them logs it once.
+    """Choose the route of all-reduces of a dtype over these ranks. The first of the ranks logs the
+    decision once.
 
-    A pure function of facts that all members know.
+    The result depends only on values that all members know, so all members choose the same.
     """
     hosts = tuple(job.hosts[rank] for rank in ranks)
     what = Sum(
@@ -212,7 +220,7 @@ def tell(
     decision: Decision,
     settings: Settings,
 ) -> None:
-    """Say a decision about these operations, such as all-reduces, on the lowest rank, once."""
+    """Log a decision about operations, such as all-reduces, once, on the lowest rank."""
     if session.rank() != min(ranks):
         return
     form = settings.wire_of(dtype)
@@ -230,7 +238,7 @@ def tell(
     )
     if text not in _told:
         _told.add(text)
-        # Not by a logger: at its default level it says nothing.
+        # Not by a logger, which would drop this message at its default level.
         sys.stderr.write(logs.render(logging.INFO, text) + "\n")
 
 
@@ -238,23 +246,25 @@ _logger = logging.getLogger(__name__)
 _told_of_blocking: list[bool] = []
 
 MOST_NAMES = 1024
-"""Tensors of so many lengths, types and operations are known to the servers for each group: a
-program that makes ever new lengths would fill their memory. Others stay with NCCL or gloo."""
+"""Limit of the names per group, that is, of different lengths, types and operations. Further
+tensors stay with NCCL or gloo: a program that uses ever new lengths would otherwise fill the
+servers' memory."""
 
 
 class Reductions:
-    """All-reduces of a group. Every member makes one, and starts the same ones in the same order.
+    """All-reduces of a group. Every member makes such an object, and all members start the same
+    all-reduces in the same order.
 
-    Names are of the group, the type, the length and the operation: several of one name may be in
-    flight, and are told apart by their order.
+    An all-reduce's name consists of the group, the type, the length and the operation. Several
+    all-reduces of the same name may be in flight; servers match them by their order.
     """
 
     def __init__(self, identity: Identity, kind: str, settings: Settings | None = None) -> None:
         """
         Args:
-            identity: of the group.
-            kind: of these all-reduces, the same on all members; a group has one object of a kind.
-            settings: the same on all members. None: those of the variables BYTEPS_C10D_*.
+            identity: identity of the group.
+            kind: name of this object within the group, the same on all members.
+            settings: settings, the same on all members. None: the variables BYTEPS_C10D_*.
         """
         self._identity = identity
         self._ranks = identity.ranks
@@ -271,11 +281,12 @@ class Reductions:
         return self._identity.key(self._kind, _join_once().nonce)
 
     def close(self, *, waits: bool = False) -> None:
-        """Give up local state, and what servers keep, once all members have. Nothing is started
-        any more; names are never used again.
+        """Release this object's local state and its names. Servers free their state when all
+        members have called this. No all-reduce may be started afterwards.
 
         Args:
-            waits: for the end of all-reduces whose sums have come, which futures want.
+            waits: whether to wait for all-reduces whose sums have arrived, so that their futures
+                get values.
         """
         self._line.stop(waits=waits)
         for names in self._names:
@@ -287,13 +298,14 @@ class Reductions:
             nodes.groups.forget(self._key)
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a sum or average of the tensor goes through the servers: a function of its type,
-        length and layout, and of what was taken before, so that all members say the same.
+        """Return whether a sum or average of the tensor goes through the servers.
 
-        What a CUDA graph records does not: a replay runs nothing on the host.
+        This depends only on the tensor's type, length and layout, and on the tensors taken before,
+        so all members decide the same. An all-reduce that a CUDA graph records does not go through
+        the servers, because a replay runs nothing on the host.
         """
         if (
-            # First: what is sparse does not know its bytes.
+            # This check is first, because the size of a sparse tensor is not defined.
             tensor.layout != torch.strided
             or tensor.dtype not in SUMMED
             or tensor.nbytes < self._settings.min_bytes
@@ -331,12 +343,12 @@ class Reductions:
         return known.start(tensor, tensor if is_flat else tensor.detach().view(-1), priority)
 
     def start(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work:
-        """Start an all-reduce in place of a tensor that `takes` takes.
+        """Start an all-reduce, in place, of a tensor for which `takes` has returned True.
 
         Args:
             tensor: dense, of any shape, on the CPU or a GPU.
             average: divide the sum by the number of ranks.
-            priority: higher goes first.
+            priority: tensors of a higher priority are sent first.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
@@ -371,7 +383,8 @@ class Reductions:
             return _Flat(name, self._ranks, average, wire)
         hosts = joined().hosts
         layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
-        # Groups of one process group alone: two of the same ranks may be used in any order.
+        # The node group belongs to this process group alone: programs may use two process groups
+        # of the same ranks in any order.
         node_sum = nodes.whole_sum(
             name, layout, flat, average=average, wire_dtype=wire, purpose=self._key
         )
@@ -384,7 +397,7 @@ class Reductions:
 
 
 class Reduction:
-    """The way of all-reduces of a length and dtype."""
+    """The route of all-reduces of one length and dtype."""
 
     def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         raise NotImplementedError
@@ -436,7 +449,8 @@ class _NodeFirst(Reduction):
 
 
 def are_streamed(tensor: torch.Tensor, handles: Sequence[int]) -> bool:
-    """Whether streams wait for these sums. If they could, and do not, say why, once."""
+    """Return whether streams wait for these sums. If streams could wait but do not, log the reason
+    once."""
     if not tensor.is_cuda:
         return False
     if all(map(c_lib.is_streamed, handles)):

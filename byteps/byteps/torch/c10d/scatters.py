@@ -1,7 +1,8 @@
 """Reduce-scatters of one group of ranks through the servers.
 
-Each rank pushes its gradients shard by shard, and pulls the sum of its own shard. Servers on the
-owner's host sum a shard, so that sums pass no NIC. Node first, the ranks of a host reduce before.
+Each rank pushes its gradients shard by shard, and pulls the sum of its own shard. The servers on
+the host of a shard's owner sum the shard, so that the sum passes no NIC. With the node-first route,
+the ranks of a host sum among themselves before they push.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from byteps.torch.world import HostLayout, Job
 
 
 class ReduceScatters(Reductions):
-    """Reduce-scatters of a group. Every member makes one, and starts the same ones in the same
-    order."""
+    """Reduce-scatters of a group. Every member makes such an object, and all members start the same
+    reduce-scatters in the same order."""
 
     def __init__(self, of: identity.Identity, settings: Settings) -> None:
-        """Like `Reductions`, an object for each settings of a group."""
+        """Create the object; a group has one object per settings. `of`: identity of the group."""
         super().__init__(of, f"scatter-{settings.wire_dtype}", settings)
         self._owners: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
@@ -52,15 +53,15 @@ class ReduceScatters(Reductions):
         factor: float,
         owner: object,
     ) -> Work | None:
-        """Start one; None: it does not go through the servers (see `takes`).
+        """Start a reduce-scatter; return None if it does not go through the servers (see `takes`).
 
         Args:
-            output: of this rank's shard; one dimension, contiguous, of the type of `source`.
+            output: receives this rank's shard; one dimension, contiguous, of the type of `source`.
             source: all shards, one after the other. Its values are undefined afterwards.
             average: divide the sum by the number of ranks.
-            factor: values are multiplied by it first.
-            owner: the object whose gradients these are, the same on all members. With feedback
-                each has what was lost of its own.
+            factor: values are multiplied by this factor first.
+            owner: the object that has these gradients, such as an FSDP2 module; the same on all
+                members. With feedback, rounding losses are kept per owner.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
@@ -127,7 +128,8 @@ class ReduceScatters(Reductions):
             parts.append(part)
         first = next(place for place, part in enumerate(parts) if part.is_own) + 1
         scatter = _Scatter(
-            # Each rank begins with another host's, or all would send to the same one at once.
+            # Each rank begins with the shards of another host: otherwise all ranks would send to
+            # the same host at once.
             parts=(*parts[first:], *parts[:first]),
             node=node,
             local=layout.local_index(rank),
@@ -142,8 +144,8 @@ class ReduceScatters(Reductions):
 
 
 def _servers_of(job: Job, layout: HostLayout, owner: int) -> Sequence[int]:
-    """Servers that share the sum of a rank's shard: on its host, where it is known which these
-    are; else as many as each host's; none: all of them."""
+    """Return the servers that sum the shard of rank `owner`: those on its host, if the servers'
+    hosts are known, otherwise an equal part of the servers. Empty: all servers sum the shard."""
     host, count = job.hosts[owner], len(engine.server_hosts())
     hosts = max(job.hosts) + 1
     if job.servers_on:
@@ -161,7 +163,7 @@ def _servers_of(job: Job, layout: HostLayout, owner: int) -> Sequence[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """A part of a shard that one server sums, or all do."""
+    """A part of a shard. One server sums it, or all servers do."""
 
     name: str
     begin: int
@@ -170,7 +172,7 @@ class _Push:
 
 
 def _cut(name: str, numel: int, servers: Sequence[int]) -> list[_Push]:
-    """Cut a shard into a part for each of the servers; no servers: leave it whole."""
+    """Cut a shard into one part per server. Without servers, leave the shard whole."""
     if not servers:
         return [_Push(name=name, begin=0, end=numel, placement=None)]
     blocks = -(-numel // wire.BLOCK)
@@ -186,7 +188,7 @@ def _cut(name: str, numel: int, servers: Sequence[int]) -> list[_Push]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Get this rank's pushes of the shards of an owner, or of a host's ranks."""
+    """This rank's pushes for the shards of one owner, or of the ranks of one host."""
 
     piece: Piece
     is_own: bool
@@ -196,19 +198,19 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scatter(Reduction):
-    """The way of reduce-scatters of a length and dtype."""
+    """The route of reduce-scatters of one length and dtype."""
 
     parts: Sequence[_Part]
-    """In the order in which this rank pushes them."""
+    """Parts, in the order in which this rank pushes them."""
     node: NodeGroup | None
-    """The ranks of this host, which reduce first."""
+    """Ranks of this host that reduce first; None: each rank pushes on its own."""
     local: int
     group: tuple[int, ...]
     average: bool
     wire: WireType
 
     def declare(self, source: torch.Tensor) -> None:
-        """Tell the servers of all parts at once."""
+        """Declare all parts to the servers at once."""
         tensors = [
             engine.TensorDeclaration(
                 name=push.name,
@@ -228,7 +230,7 @@ class _Scatter(Reduction):
 
     @property
     def _pushed(self) -> int:
-        """Elements that a rank pushes."""
+        """Return the number of elements that a rank pushes."""
         return sum(push.end - push.begin for part in self.parts for push in part.pushes)
 
     def begin(self, output: torch.Tensor, source: torch.Tensor) -> Work:
@@ -283,7 +285,8 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Settings, ReduceScatte
 
 
 def of_group(group: dist.ProcessGroup, settings: Settings) -> ReduceScatters:
-    """The reduce-scatters of a group. All members call this first at the same place."""
+    """Return the reduce-scatters of a group. All members make the first call at the same point of
+    the program."""
     of_settings = _known.setdefault(group, {})
     if settings not in of_settings:
         scatters = of_settings[settings] = ReduceScatters(identity.of_group(group), settings)
@@ -292,6 +295,6 @@ def of_group(group: dist.ProcessGroup, settings: Settings) -> ReduceScatters:
 
 
 def spans_hosts(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of a group are on several hosts."""
+    """Return whether the ranks of a group are on several hosts."""
     hosts = joined().hosts
     return len({hosts[rank] for rank in dist.get_process_group_ranks(group)}) > 1

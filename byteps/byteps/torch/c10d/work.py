@@ -1,4 +1,6 @@
-"""An all-reduce through the servers in flight, as torch.distributed has it: awaited or streamed."""
+"""Works of torch.distributed for all-reduces through the servers. The host waits for a ServerWork;
+streams wait for a StreamedWork.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ _WAIT = "byteps.wait all_reduce"
 class Line:
     """Works that every member settles in the order in which they were started.
 
-    What a work needs of other ranks when it is settled, such as an all-gather inside the host,
-    then comes in the same order on all of them, whichever thread settles and whenever. Works that
-    nobody waits for are settled by a thread of the line: where one thread did so for several lines,
-    two ranks could wait for each other, each in another line.
+    To settle a work may need a collective of ranks, such as an all-gather inside the host. With a
+    line these collectives come in the same order on all ranks, no matter which thread settles, and
+    when. A thread of the line settles works that nobody waits for. Each line has its own thread: if
+    lines shared a thread, two ranks could wait for each other, each in another line.
     """
 
     def __init__(self) -> None:
@@ -42,24 +44,24 @@ class Line:
         self._thread: threading.Thread | None = None
 
     def add(self, work: ServerWork) -> None:
-        """Put a work that was just started at the end."""
+        """Add a work that was just started, at the end of the line."""
         with self._lock:
             self._works.append(work)
 
     def up_to(self, work: ServerWork) -> list[ServerWork]:
-        """The works that are settled before this one, and itself."""
+        """Return the works that are settled before `work`, and `work` itself."""
         with self._lock:
             works = list(self._works)
         return works[: works.index(work) + 1] if work in works else [work]
 
     def settle(self, work: ServerWork) -> None:
-        """Settle all works up to this one."""
+        """Settle all works of the line up to `work`."""
         with self._lock:
             while self._works and not work.is_settled:
                 self._works.popleft().settle_alone()
 
     def call(self, complete: Callable[[], None]) -> None:
-        """Have the line's thread call this, after what it was given before."""
+        """Make the line's thread call `complete`, after all earlier calls."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="byteps-line", daemon=True)
@@ -67,7 +69,7 @@ class Line:
             self._ended.put(complete)
 
     def stop(self, *, waits: bool) -> None:
-        """End the thread after all that it was given. `waits`: until then."""
+        """End the line's thread after all earlier calls. `waits`: return when it has ended."""
         with self._starting:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -88,20 +90,21 @@ class Line:
 _logger = logging.getLogger(__name__)
 
 MOST_KEPT = 64
-"""Works of short tensors that have ended and are kept nevertheless."""
+"""Number of ended works of short tensors that are kept."""
 SHORT_BYTES = 64 << 10
-"""Length of the longest tensors whose works are kept after their end."""
+"""Largest size of a short tensor, in bytes."""
 
 _kept_short: dict[int, Work] = {}
 _kept_long: dict[int, Work] = {}
-"""Works in flight, by their ids, oldest first, and of short tensors some that have ended. torch may
-hold the C++ half of a work alone, as DDP's join does with a sum of one element, and ask it for its
-end and then for its future: without this half, which would be collected, the one never comes and
-the other is an error."""
+"""Works in flight, and some ended works of short tensors, by id, oldest first. torch may hold only
+the C++ object of a work, as DDP's join does with a sum of one element, and ask it whether it has
+ended and for its future. If the Python object had been collected by then, the work would never
+end, and asking for the future would be an error."""
 
 
 def _drop_ended(kept: dict[int, Work], most: int) -> None:
-    """Let go of the oldest works beyond this number, up to the first that is in flight."""
+    """Drop the oldest works if there are more than `most`, but no work that is in flight, nor works
+    after it."""
     while len(kept) > most:
         try:
             oldest = next(iter(kept.values()))
@@ -114,39 +117,42 @@ def _drop_ended(kept: dict[int, Work], most: int) -> None:
 
 
 class Work(dist._Work):
-    """The all-reduce of a tensor, or of several, in place."""
+    """An all-reduce in place, of one tensor or several."""
 
     # Class attributes for the usual values, since a work is made for every all-reduce.
     _limit_s: float | None = None
     _of = ""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors`: what the future's value will be."""
+        """`tensors`: the reduced tensors, which will be the value of the future."""
         super().__init__()
         self._tensors = list(tensors)
 
     def _keep(self) -> None:
-        """Keep this half of the work until its end. The last step of making one: any thread may
-        ask it from now on."""
+        """Keep the Python object of this work until the work ends. Constructors call this last:
+        from now on any thread may use the work."""
         is_short = all(tensor.nbytes <= SHORT_BYTES for tensor in self._tensors)
         (_kept_short if is_short else _kept_long)[id(self)] = self
         _drop_ended(_kept_short, MOST_KEPT)
         _drop_ended(_kept_long, 1)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until the values are there, in the sense of the subclass."""
+        """Wait until the values are there; subclasses define for whom."""
         raise NotImplementedError
 
     def bound(self, limit_s: float, of: str) -> None:
-        """Have `wait` take no longer than this. `of`: what sets the limit, for the error."""
+        """Limit the time of `wait` to `limit_s` seconds. `of`: the setting or argument that sets
+        this limit, to name in the error."""
         self._limit_s, self._of = limit_s, of
 
     def let_go(self) -> None:
-        """It has ended, and nobody seems to want it: free what only a wait would."""
+        """Free state that otherwise only `wait` frees: the work has ended, and was not waited
+        for."""
 
     def call_when_settled(self, callback: Callable[[], None]) -> None:
-        """Call this once, before a wait returns or the future has its value, even if nobody waits.
-        Here, where no thread learns when streams get there: now."""
+        """Call `callback` once, before a wait returns or the future has its value, even if nobody
+        waits. This base class calls it now, because no thread learns when streams have the
+        values."""
         callback()
 
     def _late(self, limit_s: float, of: str) -> str:
@@ -165,7 +171,7 @@ class Work(dist._Work):
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors, with the values; on a GPU, for the current stream."""
+        """Wait, and return the tensors with the values; on a GPU, for the current stream."""
         self.wait()
         return self._tensors
 
@@ -173,8 +179,8 @@ class Work(dist._Work):
 class ServerWork(Work):
     """An all-reduce that the host waits for.
 
-    The tensor must not be changed until `wait` has returned, or the future has its value. Any
-    thread may call anything.
+    The tensors must not be changed until `wait` has returned, or the future has its value. Any
+    thread may call any method.
     """
 
     # Defaults are on the class, because a work is made for every all-reduce.
@@ -194,11 +200,11 @@ class ServerWork(Work):
     ) -> None:
         """
         Args:
-            tensors: what the future's value will be.
-            handles: of the operations that it is made of; one at least.
-            receive: blocks until the values are there, on a GPU for the current stream; it forgets
-                the handles.
-            line: in which others are settled before it.
+            tensors: the reduced tensors, which will be the value of the future.
+            handles: handles of the operations that make up the all-reduce, at least one.
+            receive: blocks until the values are there (on a GPU, for the current stream), and
+                forgets the handles.
+            line: the line in which this work is settled, after the earlier works of the line.
         """
         super().__init__(tensors)
         self._handles = list(handles)
@@ -216,12 +222,12 @@ class ServerWork(Work):
         """Block until the values are there; on a GPU, for the current stream's work from now on.
 
         Args:
-            timeout: how long; 0: as long as the process group's operations may take. After that
-                the all-reduce goes on, and may be waited for again.
+            timeout: limit of the wait; 0: the timeout of the process group. After the timeout the
+                all-reduce goes on, and may be waited for again.
 
         Raises:
-            BytePSError: the all-reduce failed, and the text names the peer; or it did not end in
-                time.
+            BytePSError: the all-reduce failed, and the text names the peer; or the all-reduce did
+                not end in time.
         """
         with Wait(_WAIT, self._tensors[0].device):
             if not self.is_settled:
@@ -233,36 +239,37 @@ class ServerWork(Work):
             if not self.is_settled or self._event is not None:
                 self._settle()
         self._was_awaited()
-        if self._future is not None:  # torch expects a value in it now
+        if self._future is not None:  # torch expects the future to have a value now
             self._complete()
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not block the host."""
+        """Return whether `wait` would return without blocking the host."""
         return self.is_settled or all(in_flight.has_ended(handle) for handle in self._handles)
 
     def is_success(self) -> bool:
-        """Whether it did not fail, by now: as torch's works say it."""
+        """Return whether the all-reduce has not failed so far, as for other works of torch."""
         return self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Why it failed; None as long as it did not."""
+        """Return the error of the all-reduce; None if it has not failed so far."""
         if not self.is_settled and self.is_completed():
             self._settle()
         return self._error
 
     def let_go(self) -> None:
-        """Forget the operations. A work in a line has been settled by itself, or will be: here it
-        would wait for other ranks, which may wait for this thread."""
+        """Forget the operations. A work in a line is left to the line: to settle it here would wait
+        for other ranks, which may wait for this thread."""
         if not self.is_settled and self._line is None:
             self._settle()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors. The thread of completions completes it, or the line's.
+        """Return a future of the list of tensors. The thread of completions, or the line's thread,
+        completes it.
 
-        Where the all-reduce fails, the future does by a RuntimeError that quotes the BytePSError.
+        If the all-reduce fails, the future fails with a RuntimeError that quotes the BytePSError.
         """
         spans.note_unseen_waits()
         return self._own_future()
@@ -273,11 +280,12 @@ class ServerWork(Work):
             if self._future is None:
                 devices = {str(t.device) for t in self._tensors if t.is_cuda}
                 self._future = torch.futures.Future(devices=[*sorted(devices)])
-                # An exception that is set is a value to C++, where DDP looks for tensors in it. One
-                # that a callback raises is an error to all.
+                # C++ takes an exception that is set for a value, and DDP would look for tensors in
+                # it. An exception that a callback raises is an error for both languages.
                 self._given = self._future.then(lambda done: done.value())
             future = self._given
-        # Without the lock: it may settle the line, whose lock comes before that of a work.
+        # This runs without the lock: it may settle the line, whose lock must be taken before the
+        # lock of a work.
         if made:
             self._complete_at_end()
         return future
@@ -285,7 +293,7 @@ class ServerWork(Work):
     # ----- for this package
 
     def call_when_settled(self, callback: Callable[[], None]) -> None:
-        """Call this once, before a wait returns or the future has its value."""
+        """Call `callback` once, before a wait returns or the future has its value."""
         with self._lock:
             if not self.is_settled:
                 self._when_settled = callback
@@ -294,11 +302,12 @@ class ServerWork(Work):
         self.complete_by_itself()
 
     def complete_by_itself(self) -> None:
-        """Settle it once it has ended, whether or not anybody waits for it."""
+        """Settle this work once its operations have ended, even if nobody waits for it."""
         self._own_future()
 
     def ends_alone_by(self, deadline: float) -> bool:
-        """Whether its operations ended by then, of time.monotonic(). Only for its line."""
+        """Wait until the operations have ended, at most until `deadline` (a time.monotonic()), and
+        return whether they have. Only the work's line calls this."""
         return self.is_settled or all(
             in_flight.await_end(handle, max(0.0, deadline - time.monotonic()))
             for handle in self._handles
@@ -310,7 +319,7 @@ class ServerWork(Work):
         return all(work.ends_alone_by(deadline) for work in works)
 
     def settle_alone(self) -> None:
-        """Receive the values, or learn why there are none. Only for the line that it is in."""
+        """Receive the values, or record the error. Only the work's line calls this."""
         with self._lock:
             if self.is_settled:
                 return
@@ -351,11 +360,11 @@ class ServerWork(Work):
                 self._complete()
 
         for handle in self._handles:
-            if not completions.call_at_end(handle, one_ended):  # waited for already
+            if not completions.call_at_end(handle, one_ended):  # was waited for already
                 one_ended()
 
     def _complete(self) -> None:
-        """Give the future its value, if it has none yet; it has one afterwards."""
+        """Set the value of the future, unless it is set already."""
         assert self._future is not None
         self._settle()
         with self._completing:
@@ -363,7 +372,8 @@ class ServerWork(Work):
                 return
             device = self._tensors[0].device
             stream = stream_for("completions", device) if device.type == "cuda" else None
-            # The future remembers what its stream has been given, for those who wait for it.
+            # The future records the work queued on this stream; those who get the value wait for
+            # that work.
             with torch.cuda.stream(stream):
                 self._settle()
                 self._was_awaited()
@@ -373,25 +383,25 @@ class ServerWork(Work):
                     self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
 
 
-# A work of a GPU tensor: streams wait for it, and no thread does, like with NCCL.
+# Works of GPU tensors for which streams wait, and no thread does, as with NCCL.
 
 
 _LOOK_S = 0.001
 
 _has_streamed = False
 _landing: deque[tuple[c_lib.Landing, list[torch.Tensor]]] = deque()
-"""Tensors of works that nobody may have waited for, until they have landed."""
+"""Tensors of streamed works, kept until their values are there, since nobody may wait for them."""
 
 
 class StreamedWork(Work):
     """An all-reduce of a tensor on a GPU that streams wait for.
 
-    All that is to happen on the GPU is queued on a stream of this module's when the work is made,
-    so that it happens whether or not anybody waits. Where streams share one queue of the device
-    (CUDA_DEVICE_MAX_CONNECTIONS=1) it is queued by the first who waits: all that comes behind it
-    would wait too.
+    All GPU work of the all-reduce is queued on a stream of this module when the work is made, so
+    that it is done even if nobody waits. If all streams share one queue of the device
+    (CUDA_DEVICE_MAX_CONNECTIONS=1), the first wait queues it instead, because all work queued later
+    would wait for it, too.
 
-    Where the sum fails, streams go on with NaN, and the next call of the host raises BytePSError.
+    If the sum fails, streams go on with NaN, and the next call of the host raises BytePSError.
     """
 
     def __init__(
@@ -402,8 +412,8 @@ class StreamedWork(Work):
     ) -> None:
         """
         Args:
-            tensors: what the future's value will be: one, on a GPU.
-            land: has a stream wait for the values, and put them where they belong.
+            tensors: the reduced tensor, on a GPU; this list will be the value of the future.
+            land: makes a stream wait for the values and copy them to their destination.
             used: other tensors that `land` uses.
         """
         super().__init__(tensors)
@@ -417,11 +427,11 @@ class StreamedWork(Work):
         self._keep()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Have the current stream wait for the values. The host goes on at once.
+        """Make the current stream wait for the values. The host does not wait without a timeout.
 
         Args:
-            timeout: how long the host waits for the values, as with NCCL; 0: it goes on at once,
-                and BYTEPS_OP_TIMEOUT_S is the limit.
+            timeout: the host waits for the values, at most this long, as with NCCL. 0: the host
+                goes on at once, and BYTEPS_OP_TIMEOUT_S is the limit for the stream.
 
         Raises:
             BytePSError: the job has failed, and the text names the peer; or the values were not
@@ -437,15 +447,15 @@ class StreamedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the values are there."""
+        """Return whether the values are there."""
         return self._queue().query()
 
     def is_success(self) -> bool:
-        """Whether the job has not failed, by now: as torch's works say it."""
+        """Return whether the job has not failed so far, as for other works of torch."""
         return not c_lib.has_failed()
 
     def exception(self) -> Exception | None:
-        """Why the job has failed; None as long as it has not."""
+        """Return the error of the job; None if it has not failed so far."""
         try:
             c_lib.check()
         except Exception as error:
@@ -453,13 +463,14 @@ class StreamedWork(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors that has its value: streams wait, as for NCCL's."""
+        """Return a future of the list of tensors. It has its value at once: streams wait for the
+        values, as with NCCL."""
         spans.note_unseen_waits()
         if self._future is None:
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
                 devices=[self._device]
             )
-            # It takes note of what the current stream has been given.
+            # The future records the work queued on the current stream.
             stream = stream_for("futures", self._device)
             self._queue().wait(stream.cuda_stream)
             with torch.cuda.stream(stream):
@@ -478,10 +489,10 @@ class StreamedWork(Work):
             time.sleep(_LOOK_S)
 
     def _queue(self) -> c_lib.Landing:
-        """The moment at which the values are there."""
+        """Queue the GPU work, and return the moment at which the values are there."""
         global _has_streamed
         if self._landed is None:
-            # On which sums land, in the order in which they were started.
+            # All sums land on this stream, in the order in which they were started.
             stream = stream_for("landing", self._device)
             self._landed = self._land(stream)
             _has_streamed = True
@@ -491,17 +502,18 @@ class StreamedWork(Work):
 
 
 def await_all() -> None:
-    """Block until all that was queued has landed.
+    """Block until the values of all streamed works are there.
 
     Raises:
-        BytePSError: the job has failed, of which nobody may have heard.
+        BytePSError: the job has failed. No other call may have reported this.
     """
     _kept_short.clear()
     _kept_long.clear()
     if not _has_streamed:
         return
     while _landing:
-        # Not in the driver: the GPU's work never ends where a peer was lost that NCCL waits for.
+        # Polls, and does not wait in the driver: if NCCL waits for a lost peer, the GPU's work
+        # never ends.
         while not _landing[0][0].query():
             c_lib.check()
             time.sleep(_LOOK_S)
@@ -510,6 +522,6 @@ def await_all() -> None:
 
 
 def _let_go() -> None:
-    """A work of tensors that have landed."""
+    """Drop the tensors whose values are there."""
     while _landing and _landing[0][0].query():
         _landing.popleft()

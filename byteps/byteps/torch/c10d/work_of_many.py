@@ -1,4 +1,4 @@
-"""All-reduces that were started by one call, some of them perhaps by the native backend."""
+"""All-reduces that one call has started; some of them may be the native backend's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from byteps.torch.c10d.work import NO_LIMIT, Work
 
 
 class WorkOfMany(Work):
-    """Several works as one."""
+    """Several works as one Work."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """`works`: of a process group, for `tensors`."""
+        """`works`: works of a process group, which reduce `tensors`."""
         super().__init__(tensors)
         self._works = list(works)
         self._keep()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait for all, and then raise the first error, if there is one."""
+        """Wait for all works, then raise the first error, if there is one."""
         errors = []
         for work in self._works:
             try:
@@ -34,7 +34,7 @@ class WorkOfMany(Work):
         return True
 
     def call_when_settled(self, callback: Callable[[], None]) -> None:
-        """Call this when the last one of this package is settled."""
+        """Call `callback` when the last work of this package is settled."""
         ours = [work for work in self._works if isinstance(work, Work)]
         settled = itertools.count(1)
 
@@ -46,19 +46,19 @@ class WorkOfMany(Work):
             work.call_when_settled(one_settled)
 
     def is_completed(self) -> bool:
-        """Whether all are."""
+        """Return whether all works are completed."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all are."""
+        """Return whether no work has failed."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        """The first one's that has one."""
+        """Return the error of the first work that has failed; None if none has."""
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors."""
+        """Return a future of the list of tensors."""
         futures = [work.get_future() for work in self._works]
         tensors = self._tensors
         return torch.futures.collect_all(futures).then(lambda done: _checked(done, tensors))
