@@ -84,6 +84,11 @@ def test_fewer_bits_on_the_wire(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1, env=env).run("c10d:collectives")
 
 
+def test_each_bucket_keeps_its_rounding_losses(make_cluster: Callable[..., Cluster]) -> None:
+    env = {**FLAT, "BYTEPS_C10D_WIRE_DTYPE": "int4"}
+    make_cluster(workers=2, servers=1, env=env).run("c10d:keeps_losses_apart")
+
+
 def test_hosts_with_different_settings_say_which(make_cluster: Callable[..., Cluster]) -> None:
     """All ranks end before the first sum, which would wait for ever."""
     cluster = make_cluster(workers=2, servers=1, env=SHORT)

@@ -245,6 +245,60 @@ def _train_ddp(job: Job, group: Any, *, hook: bool = False) -> list[torch.Tensor
     return [parameter.detach() for parameter in model.parameters()]
 
 
+class _Weighted(nn.Module):
+    """Parameters of one length. Their gradients are constant: random numbers times 1, 10, 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weights = nn.ParameterList(torch.zeros(512, 512) for _ in range(3))
+        self.gradients = [10**i * torch.randn(512, 512) for i in range(3)]
+
+    def forward(self) -> torch.Tensor:
+        pairs = zip(self.weights, self.gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+def keeps_losses_apart(job: Job) -> None:
+    """With error feedback the mean of a constant gradient over steps approaches it, bucket by
+    bucket, though all buckets have the same length."""
+    initialize(job)
+    _average_constant_gradients(job, "DDP by itself", hook=None)
+    _average_constant_gradients(job, "our hook", hook=hooks.ddp_comm_hook)
+    used: list[int] = []
+
+    def by_hand(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        used.append(bucket.index())
+        return hooks.ddp_comm_hook(state, bucket)
+
+    _average_constant_gradients(job, "the script's hook", hook=by_hand)
+    with job.check("the script's hook was called"):
+        assert used
+    dist.destroy_process_group()
+
+
+def _average_constant_gradients(job: Job, name: str, *, hook: Any) -> None:
+    steps, module = 20, _Weighted()
+    model = DistributedDataParallel(module, bucket_cap_mb=1)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    sums = [torch.zeros(512, 512) for _ in module.weights]
+    before = through_servers()
+    for _ in range(steps):
+        model.zero_grad()
+        model().backward()
+        for total_, weight in zip(sums, module.weights, strict=True):
+            assert weight.grad is not None
+            total_ += weight.grad
+    with job.check(f"{name}: every bucket went through the servers"):
+        # DDP chooses its buckets anew after the first step.
+        assert through_servers() - before > (steps - 1) * len(sums)
+    for i, (total_, gradient) in enumerate(zip(sums, module.gradients, strict=True)):
+        with job.check(f"{name}: gradient {i}"):
+            error = (total_ / steps - gradient).abs().max() / gradient.abs().max()
+            assert error < 0.03, f"{error:.3f} of its largest value"
+
+
 def fsdp_hook(job: Job) -> None:
     """FSDP2 inside each host with the hook between hosts, compared with HSDP over gloo. Every sum
     has two values, so their order does not matter."""

@@ -72,9 +72,12 @@ class BytePSGroup(dist.ProcessGroup):
             reductions.join(
                 options.store, options.group_rank, options.group_size, timeout=options.timeout
             )
-            from byteps.torch import fsdp  # it imports what makes groups
+            from byteps.torch import fsdp  # both import this module
+            from byteps.torch.c10d import ddp
 
             fsdp.install()
+            if reductions.Settings.read().wire_of(torch.float32).feedback:
+                ddp.install()
         self._reductions = Reductions(identity.of_new_group(options.group_id, self._ranks), "group")
 
     def _carry_gloo(self, options: Any, devices: Sequence[str]) -> None:
@@ -365,7 +368,8 @@ def ddp_comm_hook(
     group = state or dist.group.WORLD
     assert group is not None
     buffer = bucket.buffer()
-    work = _start(buffer, group, average=True, priority=-bucket.index())
+    first = bucket.parameters()[0]
+    work = _start(buffer, group, average=True, priority=-bucket.index(), owner=first)
     if work is not None:
         return work.get_future().then(lambda done: done.value()[0])
     buffer.div_(group.size())
@@ -382,7 +386,7 @@ def fsdp_all_reduce_hook(group: dist.ProcessGroup) -> Callable[[torch.Tensor], N
     """
 
     def hook(gradient: torch.Tensor) -> None:
-        work = _start(gradient, group, average=True, priority=0)
+        work = _start(gradient, group, average=True, priority=0, owner=hook)
         if work is not None:
             work.wait()
             return
@@ -392,9 +396,9 @@ def fsdp_all_reduce_hook(group: dist.ProcessGroup) -> Callable[[torch.Tensor], N
     return hook
 
 
-def _start(tensor: torch.Tensor, group: Any, *, average: bool, priority: int) -> Any:
+def _start(tensor: torch.Tensor, group: Any, *, average: bool, priority: int, owner: object) -> Any:
     reductions = _known.get(group)
     if reductions is None:
         reductions = _known[group] = Reductions(identity.of_group(group), "hook")
         weakref.finalize(group, reductions.close)
-    return reductions.begin(tensor, average=average, priority=priority)
+    return reductions.begin(tensor, average=average, priority=priority, owner=owner)

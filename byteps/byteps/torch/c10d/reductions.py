@@ -5,6 +5,7 @@ that go through the servers, and starting them.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import secrets
@@ -30,6 +31,7 @@ from byteps.torch.names import Names
 from byteps.torch.routes import COLLECTIVE, FLAT, Decision, Sum, decide
 from byteps.torch.wire import WireType, flat_view, is_dense
 from byteps.torch.world import Job, Told, meet
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @dataclass(kw_only=True)
@@ -257,6 +259,8 @@ class Reductions:
 
     An all-reduce's name consists of the group, the type, the length and the operation. Several
     all-reduces of the same name may be in flight; servers match them by their order.
+    With error feedback the name has the number of the tensor's owner, too: a rounding loss must be
+    added to the next gradient of the same parameters.
     """
 
     def __init__(self, identity: Identity, kind: str, settings: Settings | None = None) -> None:
@@ -274,6 +278,10 @@ class Reductions:
         self._routes: dict[torch.dtype, str] = {}
         self._sums: dict[tuple[torch.dtype, int, bool, torch.device, int], Reduction] = {}
         self._names: list[Names] = []
+        self._owners = WeakIdKeyDictionary()
+        self._numbers = itertools.count(1)
+        self._unowned: dict[int, int] = {}
+        """Address of the last tensor without an owner, by length; only with error feedback."""
         self._line = Line()
 
     @functools.cached_property
@@ -322,12 +330,25 @@ class Reductions:
             key[:2] == (tensor.dtype, tensor.numel()) for key in self._sums
         )
 
-    def begin(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work | None:
+    def begin(
+        self,
+        tensor: torch.Tensor,
+        *,
+        average: bool,
+        priority: int = 0,
+        owner: object | None = None,
+    ) -> Work | None:
         """Start an all-reduce of any tensor; None if it does not go through the servers (see
-        `takes`)."""
+        `takes`).
+
+        Args:
+            owner: an object that lives as long as the tensor is reduced, the same on all members.
+                With error feedback each owner's losses are kept apart.
+        """
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device, 0))
+        number = self._number(owner, tensor)
+        known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device, number))
         if (
             known is None
             or tensor.layout is not torch.strided
@@ -337,26 +358,54 @@ class Reductions:
         ):
             if not self.takes(tensor):
                 return None
-            return self.start(tensor, average=average, priority=priority)
+            return self.start(tensor, average=average, priority=priority, number=number)
         # Known answers are reused, because a call must cost little.
         is_flat = tensor.dim() == 1 and not tensor.requires_grad
         return known.start(tensor, tensor if is_flat else tensor.detach().view(-1), priority)
 
-    def start(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work:
+    def _number(self, owner: object | None, tensor: torch.Tensor) -> int:
+        """Return the owner's number, the same on all members; 0 without owner or feedback."""
+        if tensor.dtype not in SUMMED or not self._settings.wire_of(tensor.dtype).feedback:
+            return 0
+        if owner is None:
+            self._tell_of_shared_losses(tensor)
+            return 0
+        if owner not in self._owners:
+            self._owners[owner] = next(self._numbers)
+        number: int = self._owners[owner]
+        return number
+
+    def _tell_of_shared_losses(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        last = self._unowned.setdefault(tensor.numel(), tensor.data_ptr())
+        text = (
+            f"{self._settings.wire_dtype} all-reduces of several tensors of {tensor.numel()} "
+            "elements share their rounding losses: use int8, or DistributedDataParallel, which "
+            "keeps them bucket by bucket"
+        )
+        if last != tensor.data_ptr() and text not in _told:
+            _told.add(text)
+            _logger.warning(text)
+
+    def start(
+        self, tensor: torch.Tensor, *, average: bool, priority: int = 0, number: int = 0
+    ) -> Work:
         """Start an all-reduce, in place, of a tensor for which `takes` has returned True.
 
         Args:
             tensor: dense, of any shape, on the CPU or a GPU.
             average: divide the sum by the number of ranks.
             priority: tensors of a higher priority are sent first.
+            number: the owner's; 0: the tensor has no owner.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
         """
         flat = flat_view(tensor, "the tensor")
-        key = tensor.dtype, tensor.numel(), average, tensor.device, 0
+        key = tensor.dtype, tensor.numel(), average, tensor.device, number
         if key not in self._sums:
-            self._sums[key] = self._prepare(flat, average)
+            self._sums[key] = self._prepare(flat, average, number)
         return self._sums[key].start(tensor, flat, priority)
 
     def _route(self, dtype: torch.dtype) -> str:
@@ -373,11 +422,13 @@ class Reductions:
     def _decide(self, job: Job, dtype: torch.dtype) -> Decision:
         return decide_for(job, self._ranks, dtype, self._settings)
 
-    def _prepare(self, flat: torch.Tensor, average: bool) -> Reduction:
+    def _prepare(self, flat: torch.Tensor, average: bool, number: int) -> Reduction:
         dtype, wire = flat.dtype, self._settings.wire_of(flat.dtype)
         operation = "average" if average else "sum"
         of_type = str(dtype).removeprefix("torch.")
         name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
+        if number:
+            name += f"/{number}"
         if self._route(dtype) == FLAT:
             self._names.append(Names(name, group=self._ranks))
             return _Flat(name, self._ranks, average, wire)

@@ -41,8 +41,6 @@ class ReduceScatters(Reductions):
     def __init__(self, of: identity.Identity, settings: Settings) -> None:
         """Create the object; a group has one object per settings. `of`: identity of the group."""
         super().__init__(of, f"scatter-{settings.wire_dtype}", settings)
-        self._owners: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count()
 
     def begin_scatter(
         self,
@@ -69,7 +67,7 @@ class ReduceScatters(Reductions):
         if not self.takes(source) or not (source.is_contiguous() and output.is_contiguous()):
             return None
         form = self._settings.wire_of(source.dtype)
-        number = self._number(owner) if form.feedback else 0
+        number = self._number(owner, source)
         key = source.dtype, source.numel(), average, source.device, number
         if key not in self._sums:
             self._sums[key] = self._prepare_scatter(source.view(-1), average, form, number)
@@ -78,11 +76,6 @@ class ReduceScatters(Reductions):
         if factor != 1:
             source.mul_(factor)
         return scatter.begin(output.view(-1), source.view(-1))
-
-    def _number(self, owner: object) -> int:
-        if owner not in self._owners:
-            self._owners[owner] = next(self._numbers)
-        return self._owners[owner]
 
     def _decide(self, job: Job, dtype: torch.dtype) -> Decision:
         hosts = tuple(job.hosts[rank] for rank in self._ranks)

@@ -1,0 +1,97 @@
+"""Error feedback for DistributedDataParallel in programs that know nothing of BytePS.
+
+With feedback the rounding loss of a gradient is added to the next gradient of the same parameters.
+An all-reduce of a process group has a length and a type alone, and buckets of equal length would
+exchange their losses. A communication hook knows its bucket, so that each model gets one.
+"""
+
+# Annotations are evaluated here: DDP looks at those of a hook.
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from byteps.torch import session
+from byteps.torch.c10d.hooks import BytePSGroup, ddp_comm_hook
+from byteps.torch.c10d.reductions import Settings
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+_BUILT_IN = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+
+
+class _Chosen:
+    """The hook that a model's reducer calls, and its state."""
+
+    def __init__(self, hook: Hook, state: object) -> None:
+        self.hook, self.state = hook, state
+
+
+_models = WeakIdKeyDictionary()
+"""The `_Chosen` of each model that has the hook of this module."""
+
+
+def install() -> None:
+    """Give `ddp_comm_hook` to each DDP model that is made from now on, until its script registers
+    another hook. Again: do nothing."""
+    model = DistributedDataParallel
+    if hasattr(model.__init__, "__wrapped__"):
+        return
+    model.__init__ = _after(model.__init__, _add_hook)
+    model.register_comm_hook = _instead(model.register_comm_hook, _choose)
+    model._register_builtin_comm_hook = _instead(
+        model._register_builtin_comm_hook,
+        lambda chosen_by, kind: _choose(chosen_by, chosen_by.process_group, _BUILT_IN[kind]),
+    )
+
+
+def _after(native: Callable[..., None], more: Callable[[Any], None]) -> Callable[..., None]:
+    @functools.wraps(native)
+    def call(self: Any, *arguments: Any, **named: Any) -> None:
+        native(self, *arguments, **named)
+        more(self)
+
+    return call
+
+
+def _instead(native: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
+    """Call `ours` for models that have the hook of this module, and `native` for others."""
+
+    @functools.wraps(native)
+    def call(self: Any, *arguments: Any, **named: Any) -> None:
+        (ours if self in _models else native)(self, *arguments, **named)
+
+    return call
+
+
+def _add_hook(model: DistributedDataParallel) -> None:
+    if (
+        model._comm_hooks  # mixed precision has one
+        or not isinstance(model.process_group, BytePSGroup)
+        or not session.is_initialized()
+        or not Settings.read().wire_of(torch.float32).feedback
+    ):
+        return
+    chosen = _Chosen(ddp_comm_hook, model.process_group)
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return chosen.hook(chosen.state, bucket)
+
+    model.register_comm_hook(None, hook)
+    model._comm_hooks.clear()  # the script has registered none
+    _models[model] = chosen
+
+
+def _choose(model: DistributedDataParallel, state: object, hook: Hook) -> None:
+    model._check_comm_hook(hook)
+    if model._comm_hooks:
+        raise RuntimeError("register_comm_hook was called already: a model has one hook")
+    model._comm_hooks.append((hook, state))
+    _models[model].hook, _models[model].state = hook, state
