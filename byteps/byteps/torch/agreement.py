@@ -26,8 +26,8 @@ def number(kind: str, description: Sequence[str]) -> str:
         description: lines that are the same on all ranks.
 
     Raises:
-        BytePSError: on all ranks, if the descriptions differ; the text has the first difference to
-            rank 0's.
+        BytePSError: the descriptions differ; all ranks raise. The text has the first difference to
+            the description of rank 0.
     """
     digest = hashlib.sha256("\n".join(description).encode()).digest()
     words = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)[: 2 * _WORDS]
@@ -37,7 +37,7 @@ def number(kind: str, description: Sequence[str]) -> str:
     told = torch.cat([torch.tensor([mine if session.rank() == 0 else 0]), words, words * words])
     ops.push_pull_inplace(told, average=False, name=f"{kind}/agreement")
     sums, squares = told[1:].view(2, _WORDS)
-    # Equality in the Cauchy-Schwarz inequality: it holds only if all ranks have the same words.
+    # The Cauchy-Schwarz inequality is an equality only if all ranks have the same words.
     if not torch.equal(sums * sums, squares * session.size()):
         _raise_difference(kind, description)
     return f"{kind}{int(told[0])}"

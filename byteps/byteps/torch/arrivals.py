@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Arrivals:
     """Buckets whose parameters are in flight, in the order in which a forward pass needs them.
 
-    The model always takes them in this order: the ranks of a host gather a bucket together, but may
-    run their modules in different orders.
+    The model always takes the buckets in this order, because the ranks of a host gather a bucket
+    together, but may run their modules in different orders.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,15 @@ class Arrivals:
         return bool(self._started) or self.are_lost
 
     def expect(self, bucket: ServerBucket, started: Started) -> None:
-        """Record that parameters of `bucket` are in flight. They are needed after those before."""
+        """Record that parameters of `bucket` are in flight. Call this in the order in which a
+        forward pass needs the buckets."""
         self._started[bucket] = started
 
     def wait_for(self, bucket: ServerBucket) -> None:
         """Block until the model has the parameters of `bucket`.
 
         Raises:
-            BytePSError: they did not arrive; the text says why.
+            BytePSError: the parameters did not arrive; the text says why.
             RuntimeError: a rank of this host was lost.
         """
         self._demand_job()

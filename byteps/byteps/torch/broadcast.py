@@ -23,7 +23,7 @@ _Named = tuple[str, Any]
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
-    """Give every rank the values that the tensor has on `root_rank`, in place; return it.
+    """Give every rank the values that the tensor has on `root_rank`, in place; return the tensor.
 
     Blocks until all ranks have called it.
 
@@ -109,9 +109,10 @@ def broadcast_optimizer_state(
 
 
 _FIRST_WORDS = 512
-"""Length of the first message: three words, then the beginning of the content."""
+"""Length of the first message, in words: three words, then the beginning of the content."""
 _CHUNKS = (4 << 20, 64 << 10)
-"""Chunk lengths for the rest of the content: the longer chunk is used while it would be full."""
+"""Lengths of the chunks in which the rest of the content is sent. The longer chunk is used as long
+as the content fills it."""
 _CHUNKS_IN_FLIGHT = 4
 
 

@@ -1,9 +1,10 @@
 """Local steps: replicas train on their own and synchronize once in many steps (DiLoCo).
 
 Each replica steps its own optimizer. The outer parameters are the same on all replicas. Once in
-`every` steps each replica takes the difference between these and its own (Douillard et al.,
-"DiLoCo", arXiv 2311.08105). Servers average these differences. The average is the gradient of an
-outer SGD with Nesterov's momentum, and the replica goes on from the outer parameters.
+`every` steps each replica takes the difference between the outer parameters and its own parameters
+(Douillard et al., "DiLoCo", arXiv 2311.08105). Servers average these differences. The average is
+the gradient of an outer SGD with Nesterov's momentum, and the replica goes on from the outer
+parameters.
 
 A model is cut into fragments, exchanged one after the other (Douillard et al., "Streaming DiLoCo",
 arXiv 2501.18512). With `delay` the replica waits for the average only that many steps later, so
@@ -51,8 +52,8 @@ class _Piece:
         return flat[self.begin : self.begin + self.place.stop - self.place.start]
 
     def of(self, host: torch.Tensor) -> torch.Tensor:
-        """Return this piece of a tensor in host memory, in fp32, on the parameter's device. On the
-        CPU it is a view if `host` is fp32."""
+        """Return this piece of a tensor in host memory, in fp32, on the parameter's device. The
+        result is a view if the device is the CPU and `host` is fp32."""
         return host[self.place].to(self.parameter.device, torch.float32)
 
     def keep(self, values: torch.Tensor, host: torch.Tensor) -> None:
@@ -68,7 +69,8 @@ class _Fragment:
 
     name: str
     pieces: list[_Piece]
-    """Empty if the parameters have no values, as in an empty shard; then nothing is exchanged."""
+    """Pieces of the parameters. Empty if the parameters have no values, as in an empty shard; then
+    nothing is exchanged."""
     outer: torch.Tensor
     momentum: torch.Tensor
     starts_at: int
@@ -106,12 +108,14 @@ class LocalSteps:
     steps.
 
     Args:
-        parameters: the ones that the inner optimizer steps (the fp32 copies if it keeps copies of
-            half ones). Contiguous, on the CPU or on GPUs, the same on all members at construction.
+        parameters: the parameters that the inner optimizer steps: its fp32 copies, if it keeps such
+            copies of bf16 or fp16 parameters. They are contiguous, on the CPU or on GPUs, and the
+            same on all members at construction.
         every: steps from one exchange of a parameter to the next.
         lr: learning rate of outer steps. With 1 and no momentum, parameters become the mean.
         momentum: Nesterov momentum of outer steps; 0 for none.
-        delay: steps from an exchange's beginning to its end; 0: the step waits for it.
+        delay: steps from the beginning of an exchange to its end; 0: the step that begins an
+            exchange waits for its end.
         fragments: number of parts of the model. Their exchanges start `every / fragments` steps
             apart.
         wire_dtype: type in which differences and averages travel: torch.float32 or torch.bfloat16.
@@ -121,8 +125,8 @@ class LocalSteps:
             created while the others train; the caller then copies their `state` to it.
         in_order: servers add in the order of ranks, so that repeated runs have the same bits.
 
-    Each value is sent and received once in `every` steps. It takes 8 bytes of host memory, 2 more
-    (4 in fp32) while it is exchanged, and another 4 with a delay.
+    Each parameter value is sent and received once in `every` steps. A value takes 8 bytes of host
+    memory, 2 more (4 in fp32) while it is exchanged, and another 4 with a delay.
 
     Raises:
         ValueError: an argument is out of range, or there are no parameters.

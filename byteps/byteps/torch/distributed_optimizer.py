@@ -27,10 +27,11 @@ def DistributedOptimizer(
     rank, with ``torch.amp.GradScaler`` too. All ranks wrap the same optimizers in the same order,
     and make the same backward passes.
 
-    A parameter that only some ranks use counts as 0 on the others; one that no rank uses keeps what
-    gradient it has. Frozen parameters are averaged once they are unfrozen. So are parameters added
-    by ``add_param_group``, which all ranks must call. If no backward pass was made since the last
-    ``step()``, then ``step()`` averages the gradients that are there.
+    If only some ranks use a parameter, its gradient counts as 0 on the other ranks. If no rank uses
+    a parameter, it keeps the gradient that it has. The gradients of frozen parameters are averaged
+    once the parameters are unfrozen. Parameters added by ``add_param_group``, which all ranks must
+    call, are included. If no backward pass was made since the last ``step()``, then ``step()``
+    averages the gradients that are there.
 
     A parameter is averaged for as long as it lives, even after the optimizer is gone.
 
@@ -39,11 +40,11 @@ def DistributedOptimizer(
         named_parameters: names, the same on all ranks; None: positions in the optimizer.
         compression: ``Compression.fp16`` sends fp32 and fp64 gradients as fp16.
         backward_passes_per_step: number of passes whose gradients add up before an average.
-            ``step()`` after fewer passes averages what there is.
+            ``step()`` after fewer passes averages the gradients of these passes.
 
     Raises:
-        ValueError: names are not unique, or are missing for some parameters; a parameter is of a
-            type that servers cannot average; the optimizer is wrapped already.
+        ValueError: names are not unique, or some parameters have no name; a parameter has a type
+            that servers cannot average; or the optimizer is wrapped already.
         BytePSError: ranks have different parameters.
     """
     if isinstance(optimizer, _Averaging):
@@ -72,7 +73,7 @@ class _Averaging:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` averages nothing."""
+        """Context in which ``step()`` averages nothing."""
         self._averaged.is_skipped = True
         try:
             yield
@@ -84,7 +85,8 @@ class _Averaging:
         self._averaged.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does; all ranks call it. Raises BytePSError if they differ."""
+        """Add a group, as torch does. All ranks call this. Raises BytePSError if their parameters
+        differ."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._averaged.cover(self.param_groups)  # type: ignore[attr-defined]
 
@@ -180,7 +182,7 @@ class _Averaged:
 
     def averaged_closure(self, closure: Callable[[], Any], decides: bool) -> Callable[[], Any]:
         """Return a closure that averages the gradients. `decides`: the optimizer takes decisions by
-        the loss (all ranks must take the same), so it gets the average loss."""
+        the loss. All ranks must decide the same, so this closure returns the average loss."""
 
         def compute() -> Any:
             self._note_step()

@@ -80,8 +80,8 @@ class TensorDeclaration:
     device: torch.device | str = "cpu"
     """Device of the tensor. For a GPU, pinned memory is reserved at declaration."""
     piece_of: int = 0
-    """Number of elements of the tensor that this is a piece of, the same on all members: partitions
-    are as long as those of the whole tensor. 0: this is no piece."""
+    """If this tensor is a piece of another one: number of elements of the whole tensor, the same on
+    all members. Partitions are then as long as those of the whole tensor. 0: this is no piece."""
     in_order: bool = False
     """Servers add in the order of ranks, not of arrival: a repeated sum has the same bits."""
 
@@ -118,35 +118,36 @@ def declare(tensors: Sequence[TensorDeclaration]) -> None:
 
     Raises:
         BytePSError: a server does not answer, or members disagree about a tensor.
-        ValueError: a tensor cannot be summed so, or its name was declared differently.
+        ValueError: a tensor cannot be summed as declared, or its name was declared differently.
     """
     session.launched()
     c_lib.declare([spec_of(tensor) for tensor in tensors])
 
 
 def link_gbps() -> float:
-    """Return Gbit/s per direction of the slowest worker's NIC; 0 if a worker's is unknown."""
+    """Return the rate of the slowest worker's NIC, in Gbit/s per direction; 0 if the rate of any
+    worker's NIC is unknown."""
     session.launched()
     return c_lib.link_gbps()
 
 
 def server_hosts() -> list[str]:
-    """Return the address of each server in the order of ranks; empty if it is unknown."""
+    """Return the address of each server, in the order of ranks; an unknown address is empty."""
     session.launched()
     return c_lib.server_hosts()
 
 
 def partition_bytes(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:
     """Return the partition size, in bytes, of a tensor of `nbytes` bytes (the last partition may be
-    shorter). `piece_of`: bytes of the tensor that it is a piece of. `wire_dtype`: type in which it
-    travels."""
+    shorter). `piece_of`: bytes of the whole tensor, if the tensor is a piece of another one.
+    `wire_dtype`: type in which the tensor travels."""
     session.launched()
     form = wire.of(torch.float32, wire_dtype)
     return c_lib.partition_bytes(form.engine_name, nbytes, piece_of)
 
 
 def partition_count(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:
-    """Return the number of partitions of such a tensor."""
+    """Return the number of partitions of a tensor. The arguments are those of `partition_bytes`."""
     return -(-nbytes // partition_bytes(nbytes, piece_of=piece_of, wire_dtype=wire_dtype))
 
 
@@ -161,7 +162,7 @@ def bytes_per_server(
 ) -> list[int]:
     """Return how many bytes of a tensor of `nbytes` bytes each server gets, in the order of ranks.
 
-    The other arguments are the same as for the sum, except that `piece_of` is in bytes.
+    The other arguments are the same as for `push_pull`, except that `piece_of` is in bytes.
 
     Raises:
         BytePSError: byteps is not initialised.

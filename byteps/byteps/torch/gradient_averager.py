@@ -44,7 +44,8 @@ class _Covered:
     parameter: TensorWeakRef
     shape: torch.Size
     strides: tuple[int, ...]
-    """Strides in which its gradients travel: dense, even if a rank's gradient is sparse."""
+    """Strides in which the gradients of the parameter travel: those of a dense tensor, even if a
+    rank's gradient is sparse."""
 
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor) -> _Covered:
@@ -69,7 +70,8 @@ class _Covered:
         return moved.copy_(gradient)
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a tensor of this layout in memory order; complex ones as pairs."""
+        """Return the elements of a tensor of this layout in memory order. A complex element becomes
+        a pair of real ones."""
         flat = values.detach().as_strided((values.numel(),), (1,))
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
@@ -80,9 +82,10 @@ class _InFlight:
     before: torch.Tensor | None
     """The parameter's gradient when the average was started."""
     average: torch.Tensor
-    """The tensor that was sent and receives the average: `before` itself if that has the layout."""
+    """The tensor that was sent and receives the average. It is `before` itself, if `before` has the
+    layout in which gradients travel."""
     handle: int | None
-    """None if there are no elements."""
+    """Handle of the sum; None if the gradient has no elements."""
     rows: torch.Tensor | None = None
     """For a sparse gradient: the number of ranks with a value in each row."""
     rows_handle: int | None = None
@@ -92,7 +95,7 @@ def can_cover(name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter can have a gradient that servers average.
 
     Raises:
-        ValueError: it needs a gradient that servers cannot average.
+        ValueError: the parameter needs a gradient, but servers cannot average its type.
     """
     dtype = parameter.dtype
     number = dtype.to_real() if dtype.is_complex else dtype
@@ -107,7 +110,7 @@ def can_cover(name: str, parameter: torch.Tensor) -> bool:
 
 
 class GradientAverager:
-    """Averages gradients of a set of parameters for as long as these live.
+    """Averages gradients of a set of parameters, as long as the parameters live.
 
     A hook of each parameter keeps the averager alive; the averager holds only weak references. All
     ranks make the same averagers in the same order.
@@ -118,8 +121,8 @@ class GradientAverager:
     ) -> None:
         """
         Args:
-            parameters: by name. None of them has an averager; see `can_cover`.
-            key: the same on all ranks, unique within the job.
+            parameters: parameters by name. None of them has an averager; see `can_cover`.
+            key: prefix of the names of sums; the same on all ranks, unique within the job.
             passes: number of backward passes whose gradients add up before an average.
             half: whether fp32 and fp64 gradients travel as fp16.
         """
@@ -312,7 +315,8 @@ def average(averagers: Sequence[GradientAverager]) -> None:
 
 
 def rejoin() -> None:
-    """Make all averagers of this process agree again with the other ranks', in a new job."""
+    """Make all averagers of this process start over, together with those of the other ranks, after
+    this process has joined a new job."""
     for averager in _living():
         if averager._session != session.number():
             averager.rejoin()
@@ -378,9 +382,9 @@ def _in_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _hook(parameter: torch.Tensor, call: partial[None]) -> None:
-    """Have `call` called with the parameter whenever its gradient is computed, also if it is frozen
-    now."""
+    """Register `call` as a hook, which gets the parameter whenever its gradient has been computed.
+    The parameter may be frozen now."""
     needed = parameter.requires_grad
-    parameter.requires_grad_(True)  # or torch takes no hook
+    parameter.requires_grad_(True)  # torch accepts a hook only then
     parameter.register_post_accumulate_grad_hook(call)
     parameter.requires_grad_(needed)

@@ -43,7 +43,7 @@ class Completions:
             then: must not block for long: later calls wait behind it.
 
         Returns:
-            Whether it will be called. False: the operation was synchronised already.
+            Whether `then` will be called. False: the operation was synchronized already.
         """
         with self._lock:
             self._then[handle] = then
@@ -68,7 +68,7 @@ class Completions:
             return
         c_lib.wake()
         if thread is not threading.current_thread():
-            # Ended by the end of its thread, which was told; deadline: none.
+            # Ended by the end of the thread, which was told to stop; deadline: none.
             thread.join()
 
     def forget(self) -> None:
@@ -129,9 +129,9 @@ _known: dict[int, _Known] = {}
 def will_be_sent(tensor: torch.Tensor) -> None:
     """Tell the engine about the storage of a CPU tensor, before values are sent from it.
 
-    Call it for every tensor: it replaces stale memory at the same address. A storage is forgotten
-    at once when it is freed or resized. (Trainers that release memory between steps resize
-    storages; the same address may then have other pages.)
+    Call this for every tensor, so that it replaces stale memory at the same address. The engine
+    forgets a storage at once when it is freed or resized. (Trainers that release memory between
+    steps resize storages; the same address may then have other pages.)
     """
     _watch_resizes()
     storage = tensor.untyped_storage()
@@ -171,18 +171,18 @@ def _forget_memory(address: int, number: int) -> None:
         del _known[address]
 
 
-@dataclass(slots=True, kw_only=True)  # a frozen one takes 3 us longer to make
+@dataclass(slots=True, kw_only=True)  # Not frozen: that would take 3 us longer to construct.
 class Sum:
     """Tensors of a push_pull."""
 
     sent: torch.Tensor
     """Tensor that the engine reads: the caller's, or a copy in the wire dtype."""
     received: torch.Tensor
-    """Tensor that the engine writes: the caller's output, or that copy."""
+    """Tensor that the engine writes: the caller's output, or the copy in the wire dtype."""
     output: torch.Tensor
     """The caller's output."""
     elements: tuple[int, int]
-    """First and last plus one of the flattened elements to receive."""
+    """Range of elements to receive, in the flattened tensor: the first, and the last plus one."""
     name: str
     stream: int
     """Stream in which the operation was started, as `wire.current_stream` returns it."""
@@ -190,7 +190,8 @@ class Sum:
     values: torch.Tensor
     """The caller's values, which the engine reads if it encodes them itself."""
     lost: torch.Tensor | None = None
-    """Feedback memory that the engine then reads and updates, if rounding losses are kept."""
+    """If rounding losses are kept: their memory, which the engine reads and updates when it encodes
+    the values itself."""
 
     def finish(self) -> torch.Tensor:
         """Return the caller's output with the sums in its own type; on a GPU, in the current
@@ -204,7 +205,7 @@ class Sum:
         if not self.wire.is_block:
             part = slice(*self.elements)
             self.output.view(-1)[part].copy_(self.received.view(-1)[part])
-        elif self.received.is_cuda:  # on the CPU the engine has done it
+        elif self.received.is_cuda:  # On the CPU the engine has already decoded the values.
             begin, end = self.elements
             first, skip = divmod(begin, self.wire.values)
             received = self.received[first * self.wire.element_bytes :]
@@ -299,7 +300,7 @@ def wire_copy(
 
 
 def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> torch.Tensor:
-    """Return memory for a copy: the one kept for this name, or new memory."""
+    """Return memory for a copy in the wire dtype: the copy kept for this name, or new memory."""
     kept = _wire_copies.pop(name, None)
     if kept is None or kept.numel() != numel or kept.dtype != dtype:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """Membership of replicas that leave, are lost and come back, as a worker sees it.
 
-The scheduler removes a replica when one of its workers is lost, and sums go on without it. A
-replica that comes back joins between two steps. The others choose it by a small sum, so that all
-make the same choice, and one of them sends it its state (:func:`give_tensors`).
+The scheduler removes a replica when one of its workers is lost, and sums go on without the replica.
+A replica that comes back joins between two steps. The other replicas choose it by a small sum, so
+that all make the same choice, and one of them sends the state to it (:func:`give_tensors`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ several 32-bit words."""
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return two integers below 2**31, in fp64. They differ if a single number differs, or if two
-    different numbers are exchanged."""
+    """Return two integers below 2**31, in fp64, computed from all numbers of the tensors. The
+    integers change if a single number changes, or if two different numbers change places."""
     plain = weighted = 0
     for place, tensor in enumerate(tensors):
         flat = tensor.detach().contiguous().view(-1)
@@ -70,14 +70,14 @@ class View:
     lives: tuple[int, ...]
     """Epoch in which each replica became ready to join; 0: a member from the beginning."""
     donors: tuple[int, ...]
-    """The replica that sends each joined replica its state; -1: a member from the beginning, or not
-    joined yet."""
+    """For each joined replica, the replica that has sent the state to it. -1: the replica was
+    present from the beginning, or has not joined yet."""
     news: str
     """Description of the last change; may be empty."""
 
     def donor(self, joiner: int) -> int:
-        """Return the replica that sends `joiner` its state. The scheduler has chosen it, so all
-        members see the same choice, even if it was removed since.
+        """Return the replica that sends the state to `joiner`. The scheduler has chosen this
+        replica, so all members see the same choice, even if the replica was removed meanwhile.
 
         Raises:
             BytePSError: no donor was available.
@@ -98,7 +98,7 @@ class Choice:
     present: tuple[bool, ...]
     """Replicas that took part in the sum."""
     leaving: tuple[bool, ...]
-    """Replicas that leave now. None joins in the same step."""
+    """Replicas that leave now. If any leaves, no replica joins in the same step."""
 
 
 def view() -> View:
@@ -139,8 +139,8 @@ def is_removed() -> bool:
 
 
 def awaited() -> set[str]:
-    """Return the tensors whose next push by this worker others wait for, because a quorum of
-    replicas (see `init`) have pushed theirs. Empty without a quorum."""
+    """Return the names of tensors for which other workers wait for this worker's next push, because
+    a quorum of replicas (see `init`) have made that push. Empty without a quorum."""
     return set(c_lib.awaited())
 
 
@@ -151,8 +151,8 @@ def take_missing() -> set[int]:
 
 
 def rounds() -> dict[str, tuple[int, int]]:
-    """Return, for each name, how often this worker released it and how many sums it has begun
-    since. A joining worker needs these counts."""
+    """Return for each name how often this worker has released the name, and how many sums it has
+    begun since the last release. A joining worker needs these counts."""
     return dict(c_lib.rounds())
 
 
@@ -202,8 +202,8 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
 
 
 def admit(joiner: int, life: int, *, asks: bool) -> View | None:
-    """Have the scheduler admit a waiting replica. All workers of all present replicas call this. No
-    worker may begin a sum before all have finished theirs.
+    """Ask the scheduler to admit a waiting replica. All workers of all present replicas call this.
+    No worker may begin a sum before all workers have finished their sums.
 
     Args:
         joiner: the replica that :func:`choose` returned.
@@ -211,7 +211,7 @@ def admit(joiner: int, life: int, *, asks: bool) -> View | None:
         asks: whether this worker asks the scheduler. One worker of each replica does; others wait.
 
     Returns:
-        the view that includes the replica, or None if it was lost meanwhile.
+        the view that includes the replica, or None if the replica was lost meanwhile.
 
     Raises:
         BytePSError: this replica was removed, or a server was lost.
@@ -247,8 +247,9 @@ def _await(condition: Callable[[View], bool]) -> View:
     return now
 
 
-# State transfer between two workers. Both call with tensors of the same sizes, and servers add the
-# giver's values to the taker's zeros. The values are added as integers, so that every bit arrives.
+# State transfer between two workers, by a sum of both. The workers pass tensors of the same sizes,
+# and servers add the giver's values to zeros of the taker. The values are added as integers, so
+# that every bit arrives.
 
 
 CHUNK_BYTES = 16 << 20
@@ -316,7 +317,7 @@ def _lost(giver: int) -> str:
 def _exchange(
     tensors: Sequence[torch.Tensor], pair: tuple[int, int], name: str, *, gives: bool
 ) -> bool:
-    """Transfer all values; return whether their digest is the giver's."""
+    """Transfer all values; return whether both workers computed the same digest of the values."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     chunk = torch.empty(min(CHUNK_BYTES, -(-total // 4) * 4) // 4, dtype=torch.int32)
     digest = 0

@@ -28,7 +28,7 @@ def release(names: Sequence[str], *, group: Group | c_lib.Ranks = None) -> None:
 
     Args:
         names: names given to `push_pull`, `declare` or `c_lib.UpdatedTensor`.
-        group: the group that they were declared with, or its `engine_ranks`.
+        group: the group with which the names were declared, or the `engine_ranks` of that group.
 
     Raises:
         ValueError: `group` is no group, or this rank is no member of it.
@@ -48,10 +48,11 @@ class Names:
     """The names under which an object sums its tensors. Only this object releases them.
 
     An object takes names before it declares or sums anything under them, for example when it is
-    made. If an older object still has them (not closed, its finalizer not run), they are released
-    first. So a new object under the same names gets new tensors on all ranks, independent of
-    garbage collection. `release` releases the names that no newer object has taken. It may be
-    called several times, in any thread, by a finalizer, and after the job has ended.
+    made. If an older object still has some of the names (it was not closed, and its finalizer has
+    not run), these are released first. So a new object under the same names gets new tensors on all
+    ranks, independent of garbage collection. `release` releases the names that no newer object has
+    taken. It may be called several times, in any thread, by a finalizer, and after the job has
+    ended.
 
     Example:
         self._names = Names(f"{prefix}/first", f"{prefix}/second", group=group, owner=self)

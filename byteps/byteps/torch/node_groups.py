@@ -30,10 +30,11 @@ class Piece:
     """A part of a tensor that is summed separately. The same on all ranks, except `wanted`."""
 
     scatters: tuple[tuple[Range, ...], ...]
-    """Reduce-scatters inside the host. Each has the range of elements for local index 0, 1, ..."""
+    """Reduce-scatters inside the host. A reduce-scatter is given by the ranges of elements that the
+    ranks of local index 0, 1, ... get."""
     wanted: Range | None
-    """The range, within this rank's scattered elements laid end to end, whose sum it pulls. None:
-    all of it."""
+    """The range whose sum this rank pulls, within the rank's scattered elements laid end to end.
+    None: all of these elements."""
     gather: bool
     """Whether all ranks of the host need the whole piece."""
 
@@ -59,10 +60,10 @@ def are_even(ranges: Sequence[Range]) -> bool:
 
 
 def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
-    """Cut a tensor that every rank needs as a whole into at most `pieces`.
+    """Cut a tensor that every rank needs as a whole into at most `pieces` pieces.
 
-    Only the last piece's length may not be a multiple of `per_host`; then its last ranges are
-    shorter.
+    The length of every piece but the last is a multiple of `per_host`. If the length of the last
+    piece is not, its last ranges are shorter.
     """
     each = max(1, elements // pieces // per_host) * per_host
     begins = [index * each for index in range(min(pieces, -(-elements // each)))]
@@ -118,8 +119,8 @@ def _slab_piece(
     local: int,
     mine: int,
 ) -> Piece:
-    """Cut the same range out of several shards of each local index; slab t has every rank's t-th
-    shard."""
+    """Make a piece of the same range of several shards of each rank. Its t-th reduce-scatter has
+    the t-th shard of every rank."""
     begin, end = cut
     scatters = [
         tuple((part[slab] * size + begin, part[slab] * size + end) for part in parts)
@@ -195,8 +196,9 @@ class NodeGroups:
     """Creates and caches the node groups of a process.
 
     ``torch.distributed.new_group`` must be called by all ranks of the job in the same order, or by
-    ranks that have made the same number of groups before. Ranks that wrap different models do
-    neither. So the members meet in torch.distributed's store (:mod:`byteps.launcher.meeting`).
+    ranks that have made the same number of groups before. Ranks that wrap different models cannot
+    do either. So this class does not use it: the members of a group meet in torch.distributed's
+    store (:mod:`byteps.launcher.meeting`).
     """
 
     def __init__(self) -> None:
@@ -245,7 +247,7 @@ class NodeGroups:
 
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
-    # Uses only torch.distributed: a benchmark sums over such groups without a session.
+    # This uses torch.distributed only, because a benchmark sums over node groups without a session.
     place = ranks.index(session.first_rank() + dist.get_rank())
     seconds = _op_timeout_s()
     timeout = timedelta(seconds=seconds)

@@ -1,15 +1,15 @@
 """Sums over ranks that share hosts: inside each host first, then between the hosts.
 
-If the r ranks of a host each pushed a whole tensor, its NIC would carry r times the bytes. Here the
-ranks of a host reduce-scatter the tensor among themselves (NVLink, or shared memory), each pushes
-and pulls the sum of its part together with the ranks of the same local index on the other hosts,
-and an all-gather inside the host puts the parts together. The NIC then carries the tensor once each
-way. With a sharded optimizer a part consists of the shards that the ranks of one local index own,
-each rank pulls its own shard, and nothing is gathered.
+If the r ranks of a host each pushed a whole tensor, the host's NIC would carry r times the bytes.
+Here the ranks of a host first reduce-scatter the tensor among themselves (NVLink, or shared
+memory). Then each rank pushes its part, and pulls the sum of this part over the ranks of the same
+local index on all hosts. Finally an all-gather inside the host puts the parts together. The NIC
+carries the tensor once each way. With a sharded optimizer a part consists of the shards that the
+ranks of one local index own; each rank pulls its own shard, and nothing is gathered.
 
 A tensor is cut into a few pieces, so that one piece is summed inside the host while others are on
 the network. On a GPU all work is queued on a separate stream and :meth:`NodeSum.start` returns at
-once. On the CPU the sum inside the host is done when it returns.
+once. On the CPU the sum inside the host is done when `start` returns.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def piece_count(part_bytes: int) -> int:
 def scatter(
     flat: torch.Tensor, piece: Piece, node: NodeGroup, local: int, *, in_order: bool = False
 ) -> torch.Tensor:
-    """Sum a piece of `flat` inside the host; return what this rank pushes, in `flat` if it can be.
+    """Sum a piece of `flat` inside the host; return the values that this rank pushes, as a view of
+    `flat` if possible.
 
-    With `in_order` the sum of an element depends neither on its position nor on how the ranks are
-    connected. (The sum of two values never does.)
+    With `in_order` the sum of an element depends neither on the element's position nor on how the
+    ranks are connected. (The sum of two values never does.)
     """
     lengths = [longest(ranges) for ranges in piece.scatters]
     if piece.is_in_place:
@@ -105,13 +106,13 @@ def gather(target: torch.Tensor, piece: Piece, part: torch.Tensor, node: NodeGro
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """A push-pull of a rank."""
+    """A push-pull that a rank makes for a piece."""
 
     name: str
     nbytes: int
     piece_of: int
-    """Bytes that the rank pushes of the whole tensor: partitions are as long as those of
-    the whole."""
+    """Bytes that the rank pushes of the whole tensor. Partitions of a piece are as long as if the
+    whole were pushed at once."""
     group: tuple[int, ...]
     placement: int
     wire: Wire = torch.float32
@@ -137,7 +138,7 @@ class NodeSum:
     """The sum of a tensor over ranks on several hosts. It can be started any number of times."""
 
     name: str
-    """Different for each tensor, the same on all ranks."""
+    """Name of the sum: different for each tensor, the same on all ranks."""
     layout: HostLayout
     """Layout with several hosts, all with the same number of ranks."""
     node: NodeGroup
@@ -149,14 +150,14 @@ class NodeSum:
     priority: int = 0
     placement: int = 0
     wire_dtype: Wire | None = None
-    """Type in which the tensor travels between hosts; None: its own. Inside the host, values are
-    added in the tensor's own type."""
+    """Type in which the tensor travels between hosts; None: the tensor's own type. Inside the host,
+    values are added in the tensor's own type."""
     in_order: bool = False
     """Servers add in the order of hosts, not of arrival."""
 
     def pushes(self, rank: int, element_size: int) -> list[Push]:
         """Return the push-pulls of a rank, one per piece."""
-        key = rank, element_size, session.number()  # another job may cut tensors otherwise
+        key = rank, element_size, session.number()  # Another job may cut tensors differently.
         if key not in self._pushes:
             self._pushes[key] = self._make_pushes(rank, element_size)
         return self._pushes[key]
@@ -323,8 +324,8 @@ class PendingNodeSum:
         """Do the same as `wait`, in the current stream. `gatherer`: group of the host's ranks for
         the gather.
 
-        If streams wait for servers it must not be `node`: collectives of the same group wait for
-        each other.
+        If streams wait for servers, `gatherer` must not be `node`, because collectives of the same
+        group wait for each other.
         """
         pending, self.pending = self.pending, []
         with torch.no_grad():
@@ -364,11 +365,11 @@ def _is_view(part: torch.Tensor, flat: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRanks:
-    """The ranks of this host. All of them call the methods, in the same order."""
+    """The ranks of this host. All of these ranks call the methods in the same order."""
 
     group: NodeGroup
     local: int
-    """This rank's index among them."""
+    """This rank's index among the ranks of this host."""
     average: bool = False
     """Gradients are divided by the number of these ranks before they are added."""
     in_order: bool = False
@@ -384,8 +385,8 @@ class HostRanks:
         gather(target, piece, shard, self.group)
 
     def of_each(self, mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return `mine` of each rank, in the order of ranks. All have one dimension and the same
-        length."""
+        """Return every rank's `mine`, in the order of ranks. These tensors have one dimension and
+        the same length."""
         gathered = mine.new_empty(self.group.size * mine.numel())
         with self.stream(mine):
             self.group.all_gather(gathered, mine)
@@ -395,7 +396,7 @@ class HostRanks:
     def stream(self, tensor: torch.Tensor, *, joins: bool = True) -> Iterator[None]:
         """Context in which GPU work is queued on the stream of the collectives inside the host.
 
-        `joins`: at the end the caller's stream waits for this work.
+        `joins`: at the end of the context, the caller's stream waits for this work.
         """
         with torch.no_grad(), on_side_stream(tensor):
             yield

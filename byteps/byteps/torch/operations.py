@@ -29,8 +29,8 @@ Group = Sequence[int] | torch.distributed.ProcessGroup | None
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Return the group's ranks, ascending; empty for all workers. Raises ValueError if it is no
-    group."""
+    """Return the group's ranks, ascending; empty for all workers. Raises ValueError if `group` is
+    no group."""
     if group is None:
         return []
     # new_group() returns this value on ranks outside the group.
@@ -50,8 +50,8 @@ def ranks_of(group: Group) -> list[int]:
 
 
 class RanksCache:
-    """Caches the engine's form of groups that cannot change. Without it, converting a large group
-    would take most of the time of a push."""
+    """Caches the engine's form of groups that cannot change. Without the cache, converting a large
+    group would take most of the time of a push."""
 
     MOST = 256
     """Number of groups that are kept; the oldest are dropped first."""
@@ -59,10 +59,11 @@ class RanksCache:
     def __init__(self) -> None:
         self._all = c_lib.Ranks([])
         self._known: dict[int, tuple[Callable[[], object], c_lib.Ranks]] = {}
-        """By the object's id: a function that returns the object while it lives, and its ranks."""
+        """Known groups, by the id of the user's object: a function that returns this object as long
+        as it lives, and the ranks."""
 
     def ranks(self, group: Group) -> c_lib.Ranks:
-        """Return the ranks of a group. Raises ValueError if it is no group."""
+        """Return the ranks of a group. Raises ValueError if `group` is no group."""
         if group is None:
             return self._all
         known = self._known.get(id(group))
@@ -110,7 +111,7 @@ def make_spec(
     """Describe, for c_lib, a tensor of `numel` elements that travels as `form`.
 
     Args:
-        piece_of: number of elements of the tensor that it is a piece of, or 0.
+        piece_of: number of elements of the whole tensor, if this is a piece of it; or 0.
         device: number of the GPU; -1 for the CPU.
         in_order: servers add in the order of ranks.
     """
@@ -189,25 +190,25 @@ def start(
         name: identifies the sum; the same on all members, different for each tensor. A name keeps
             its size, type, average and group until it is released, and groups with the same lowest
             rank need different names.
-        priority: higher goes first.
+        priority: tensors of a higher priority are sent first.
         group: the ranks that sum, or their ProcessGroup; None for all workers.
-        placement: server of the first partition, modulo the number of servers; the others follow
-            round robin. None: from the name.
-        pull: first and last plus one of the elements, of the flattened tensor, whose sums are
-            wanted; the rest of `output` is left alone. Members may pull different parts, as a
-            sharded optimizer does. None: all of them.
-        wire_dtype: torch.bfloat16 or torch.float16 sends an fp32 or fp64 tensor as that: half or a
-            quarter of the bytes, each value rounded before it is sent, added in fp32 by the server,
-            and the sum rounded once. "int8" and "int4" send an fp32, bf16 or fp16 tensor in blocks
-            of 128 values (`byteps.torch.wire`). The same on all members. None: the tensor's own.
-        piece_of: number of elements of the tensor that `tensor` is a piece of: see
+        placement: server of the first partition, modulo the number of servers; the other partitions
+            follow round robin. None: computed from the name.
+        pull: range of elements of the flattened tensor whose sums are wanted: the first, and the
+            last plus one. The rest of `output` stays unchanged. Members may pull different ranges,
+            as in a sharded optimizer. None: all elements.
+        wire_dtype: type in which the tensor travels, the same on all members. torch.bfloat16 or
+            torch.float16: for fp32 and fp64 tensors; each value is rounded before it is sent, the
+            server adds in fp32, and rounds the sum once. "int8" or "int4": for fp32, bf16 and fp16
+            tensors; blocks of 128 values (`byteps.torch.wire`). None: the tensor's own type.
+        piece_of: number of elements of the whole tensor, if `tensor` is a piece of it: see
             `TensorDeclaration`.
         in_order: servers add values in the order of ranks, not of arrival: a repeated sum has the
             same bits. The same on all members.
         checked: the caller has checked the tensor's type, layout and device.
-        streamed: on a GPU, `synchronize` returns at once and has the current stream wait for the
-            sum, unless that takes too much pinned memory (BYTEPS_STREAMED_BYTES). If the sum fails
-            after that, the stream goes on with NaN, and the next call that starts a sum raises.
+        streamed: on a GPU, `synchronize` returns at once and makes the current stream wait for the
+            sum, unless this would take too much pinned memory (BYTEPS_STREAMED_BYTES). If the sum
+            then fails, the stream goes on with NaN, and the next call that starts a sum raises.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
@@ -281,7 +282,7 @@ def _start(
 
 
 def forget(names: Sequence[str]) -> None:
-    """Forget these names: the next tensor under each is a new one."""
+    """Forget these names: the next tensor under each name is a new tensor."""
     for name in names:
         _known.pop(name, None)
         in_flight.forget_name(name)
@@ -301,7 +302,7 @@ def start_streamed_inplace(
     piece_of: int = 0,
     in_order: bool = False,
 ) -> int:
-    """Start an in-place sum of a GPU tensor for which streams wait; see `start`."""
+    """Start an in-place sum of a GPU tensor. Streams wait for the sum; see `start`."""
     return start(
         tensor,
         tensor,
@@ -400,7 +401,7 @@ def synchronize(handle: int) -> torch.Tensor:
     """
     operation = in_flight.sums.get(handle)
     if operation is None:
-        c_lib.wait(handle, 0)  # raises: there is none
+        c_lib.wait(handle, 0)  # Raises if there is no such handle.
         raise ValueError(f"handle {handle} is of no tensor")
     device = operation.received.device
     with Wait("byteps.wait " + operation.name, device):
@@ -413,8 +414,8 @@ def synchronize(handle: int) -> torch.Tensor:
 
 
 def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
-    """Make a stream wait for a streamed sum of a GPU tensor; return an object that tells when it is
-    there.
+    """Make a stream wait for a streamed sum of a GPU tensor; return an object that tells when the
+    sum is there.
 
     Like `synchronize` in that stream, this forgets the handle.
 
@@ -477,8 +478,8 @@ def start_update(
 
     Args:
         start: starts the operation and returns its handle.
-        tensors: tensors that it reads or writes; they are kept alive until it has ended.
-        numbers: small CPU tensor that an answer fills; kept alive too.
+        tensors: tensors that the operation reads or writes; they are kept alive until it has ended.
+        numbers: small CPU tensor into which the server's answer is written; kept alive too.
 
     Raises:
         BytePSError: the job failed.

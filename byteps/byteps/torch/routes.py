@@ -52,12 +52,13 @@ __all__ = [
 FIRST_BYTES = 1 << 20
 MOST_BYTES = 64 << 20
 LONG_ENOUGH_S = 0.3
-"""A sum of this duration shows the links' rate. On slow links and busy hosts a message has a
-latency of tens of milliseconds, which matters little for a step's long buckets."""
+"""Duration of a sum, in seconds, from which its time shows the rate of the links. A shorter sum
+would show the latency, which is tens of milliseconds on slow links and busy hosts, and which
+matters little for the long buckets of a step."""
 ROUNDS = 3
 
 Try = Callable[[torch.Tensor], None]
-"""Sums a tensor in place, or a part of it, and returns when the sum is there."""
+"""A function that sums a tensor, or a part of it, in place, and returns when the sum is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def measure(
 
     Args:
         what: the sum that training will make; the scratch tensor has at most its size.
-        network: used for loads; its rates are ignored.
+        network: the job's network, of which only the loads are used, not the rates.
         tries: function that sums by each possible route.
         group: the data-parallel group.
         like: a tensor of the gradients' type and device.
@@ -137,7 +138,7 @@ def measure(
 
 def _seconds(run: Try, scratch: torch.Tensor, group: torch.distributed.ProcessGroup) -> float:
     """Return the time of the slowest member; the same on all of them."""
-    _slowest(0.0, scratch.device, group)  # begin together
+    _slowest(0.0, scratch.device, group)  # This makes all members begin together.
     begin = time.perf_counter()
     run(scratch)
     if scratch.is_cuda:

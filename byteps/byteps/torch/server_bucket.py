@@ -51,26 +51,26 @@ class BucketSpec:
     counts_zeros: bool = False
     """Servers count gradients that are 0."""
     savers: Sequence[int] = ()
-    """Ranks that save equal shares of the elements that they all send; empty: all ranks that send
-    them."""
+    """Ranks among which the elements that they all send are divided for saving; empty: all ranks
+    that send the same elements."""
     gaps: Sequence[Range] = ()
-    """Elements whose gradients another bucket sends: they count as 0 here, also for their block's
-    scale."""
+    """Ranges of elements whose gradients another bucket sends. In this bucket these gradients count
+    as 0, also for the scale of their block."""
 
 
 class ServerBucket:
     """Parameters of one type and device: pushes their gradients, pulls updated parameters.
 
-    Both travel in the declarations' wire dtype. If this is blocks of few bits, gradients are pushed
-    in blocks, and differences to add to the parameters are pulled. If the parameters have the wire
-    dtype, updates are pulled into their place. Otherwise (parameters in bf16, gradients in fp32)
-    they are pulled into the gradients' memory, whose values are no longer needed, and rounded here,
-    to nearest even as servers round. Parameters of a speculative step always go to the gradients'
-    memory.
+    Gradients and parameters travel in the declarations' wire dtype. If this is a type of blocks of
+    few bits, gradients are pushed in blocks, and the pulled values are differences to add to the
+    parameters. If the parameters have the wire dtype, updates are pulled straight into the
+    parameters. Otherwise (parameters in bf16, gradients in fp32) updates are pulled into the
+    gradients' memory, whose values are no longer needed, and are rounded here, to nearest even as
+    servers round. Parameters of a speculative step always go to the gradients' memory.
 
-    If the ranks of a host sum first, they do so in the type of the gradients. Each sends a shard,
-    and they gather the pulled parameters. All of them make the same calls in the same order, except
-    `squares`, `zeros`, `read` and `load`.
+    The ranks of a host may sum first; they add in the type of the gradients. Then each rank sends a
+    shard, and the ranks gather the pulled parameters. All ranks of the host make the same calls in
+    the same order, except `squares`, `zeros`, `read` and `load`.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class ServerBucket:
         self._pushed = self._push(attempt, gradients)
 
     def push(self, attempt: Step | None) -> Started:
-        """Start a push, unless `push_early` did; servers answer with the sum of squares.
+        """Start a push, unless `push_early` has started it; servers answer with the sum of squares.
 
         Args:
-            attempt: speculative step; its parameters come with the squares, into the gradients'
-                memory.
+            attempt: speculative step. The parameters after this step arrive with the squares, in
+                the gradients' memory. None: no speculative step.
 
         Raises:
             RuntimeError: gradients are checked, and one changed after it was pushed.
@@ -214,8 +214,8 @@ class ServerBucket:
         return gradients
 
     def forget_push(self) -> None:
-        """Drop gradients that were pushed early, because they are computed anew; wait until nothing
-        reads or writes their memory any more."""
+        """Drop gradients that were pushed early, because gradients are computed anew. Wait until
+        nothing reads or writes their memory any more."""
         started, self._pushed = self._pushed, None
         if self._check is not None:
             self._check.forget()
@@ -259,7 +259,7 @@ class ServerBucket:
         for the ranks of the host.
 
         Raises:
-            BytePSError: it failed.
+            BytePSError: the transfer failed.
             RuntimeError: a rank of the host was lost.
         """
         if failed:
@@ -299,8 +299,8 @@ class ServerBucket:
     # ------------------------------------------------------------------- state on the servers
 
     def load_parameters(self) -> None:
-        """Load the model's parameters into the servers, with no history. Called on the first rank;
-        if hosts sum first, on all ranks of the first host."""
+        """Load the model's parameters into the servers, as if no step had been made. The first rank
+        calls this or, if hosts sum first, all ranks of the first host."""
         self._shards.load(0, self.parameters.float().cpu())
 
     def load(self, slot: int, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -314,13 +314,13 @@ class ServerBucket:
 
     @property
     def held_slot(self) -> int:
-        """Slot of the values that the model should have: the parameters, or, if servers send
-        differences, the values that they know the model to have."""
+        """Slot of the values that the model should have: the slot of the parameters or, if servers
+        send differences, the slot in which servers keep the workers' values."""
         return self._shards.held_slot
 
     def load_held(self) -> None:
-        """If servers send differences: load the model's current values as their starting point,
-        after `load`. Called as `load_parameters`."""
+        """If servers send differences: after `load`, load the model's current values, to which the
+        next differences are relative. Call this on the same ranks as `load_parameters`."""
         if self.held_slot > 0:
             self._shards.load(self.held_slot, self.parameters.float().cpu())
 
@@ -331,8 +331,8 @@ class ServerBucket:
 
     @property
     def owned(self) -> list[Range]:
-        """Elements that this rank saves: its equal share of each shard that it sends, as it would
-        own in Megatron's distributed optimizer."""
+        """Ranges of elements that this rank saves: its equal share of each shard that it sends. In
+        Megatron's distributed optimizer the rank would own the same elements."""
         found = []
         for first, last in self._shards.own:
             size = -(-(last - first) // len(self._savers))
@@ -376,11 +376,13 @@ def cut_parameters(
 
     Args:
         param_groups: parameter groups of a torch optimizer.
-        most_bytes: largest size of a bucket's parameters; a single larger parameter is a bucket.
-        keeps: true for parameters that must be in other buckets than the rest.
+        most_bytes: largest size of a bucket's parameters, in bytes. A larger parameter has a bucket
+            of its own.
+        keeps: true for parameters that must not be in the same bucket as parameters for which it
+            is false.
 
     Raises:
-        ValueError: there are no such parameters, or servers cannot update the type of one.
+        ValueError: no parameter needs a gradient, or servers cannot update a parameter's type.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[Place]] = {}
     full: list[list[Place]] = []

@@ -32,12 +32,13 @@ _logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
-"""Optimizers of this process in use, by job and name. This rank is a member of each one's group, so
-two optimizers of the same name have overlapping groups."""
+"""Optimizers that this process uses, by job and name. This rank is a member of the groups of all of
+them, so the groups of two optimizers of the same name would overlap."""
 
 
 _HELD = "worker_param"
-"""Key in a saved state: a parameter's value on the workers, if it is pulled as differences."""
+"""Key in a saved state: value of a parameter on the workers, if the parameter is pulled as
+differences."""
 
 
 def _blocks_of(wire_dtype: str | WireType | None) -> WireType | None:
@@ -87,7 +88,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         wire_dtype: "int8" or "int4", or `byteps.torch.wire.int8(feedback=True)`: gradients travel
             in blocks of 8 or 4 bits per value, and parameters are pulled as 8-bit differences to
             the workers' values, which servers keep. Parameters of fewer than two dimensions, or of
-            less than `keep_bytes`, travel in their own type. None: all do.
+            less than `keep_bytes`, travel in their own type. None: all parameters do.
         keep_bytes: see wire_dtype. None: 64 KiB.
 
     Raises:
@@ -149,7 +150,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         everybody = [parameter for group in self.param_groups for parameter in group["params"]]
         served = {place.parameter for bucket in self._buckets for place in bucket.places}
         self._indices = {p: index for index, p in enumerate(everybody) if p in served}
-        """Index among all parameters of each parameter that servers keep."""
+        """For each parameter that servers keep: its index among all parameters of the optimizer."""
         self._machine = StepMachine(self._buckets, self._rule, self._speculation, name=f"'{name}'")
         for bucket in self._buckets:
             if bucket.is_first:
@@ -158,8 +159,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         _live[session.number(), name] = self
 
     def _demand_free(self) -> None:
-        """Raise ValueError if the name or a parameter is in use on any member. Members collect
-        garbage at different times, so they must ask each other."""
+        """Raise ValueError if the name or a parameter is in use on any member. This may be so on
+        some members only, since they collect garbage at different times; so they ask each other."""
         if any(self._taken()):
             gc.collect()
         named, shared = self._sums(self._taken(), "holders")
@@ -178,8 +179,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def _taken(self) -> tuple[bool, bool]:
-        """Return whether another optimizer of this process has the name, and whether one has a
-        parameter."""
+        """Return whether another optimizer of this process has the same name, and whether another
+        one has one of the parameters."""
         mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         job = session.number()
         shared = any(
@@ -318,8 +319,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @property
     def redone_steps(self) -> int:
-        """Number of these whose gradients were then clipped, so that parameters were pulled
-        again."""
+        """Number of the steps of `tried_steps` whose gradients were then clipped. Their parameters
+        were pulled again."""
         return self._speculation.redone
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -329,7 +330,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             gradients.zero()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of the torch optimizer, read from the servers, on the CPU.
+        """Return the state in the format of the torch optimizer, read from the servers, on the CPU.
 
         torch's optimizer can load this state, and `load_state_dict` can load torch's. bf16
         parameters also have "master_param", their fp32 values. If gradients travel in few bits
@@ -392,7 +393,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             for mine, theirs in zip(self.param_groups, saved_groups, strict=True)
         ]
         state = state_dict["state"]
-        # All ranks check, so that none waits for a rank that refuses.
+        # All ranks make this check, so that no rank waits for a rank that refuses.
         self._machine.demand_same_rule(groups)
         self._demand_same_shapes(state)
         counts = {float(state.get(index, {}).get("step", 0)) for index in self._indices.values()}
@@ -448,8 +449,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             bucket.pull_parameters()
 
     def _sums(self, values: Sequence[float], what: str) -> list[float]:
-        """Sum values over the group. Another group may do the same under this optimizer's name, so
-        the name of the sum has a hash of the group."""
+        """Sum values over the group. The name of the sum has a hash of the group, because another
+        group may have an optimizer of the same name."""
         ranks = ",".join(map(str, self._ranks)).encode()
         group = hashlib.blake2s(ranks, digest_size=6).hexdigest()
         totals = torch.tensor([float(value) for value in values])

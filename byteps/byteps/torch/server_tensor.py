@@ -24,14 +24,14 @@ _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 
 
 class Step(NamedTuple):
-    """A step as servers are asked for it, the same on all members of a group."""
+    """A step that workers ask servers for; the same on all members of a group."""
 
     number: int
     """Number of the step, from 1."""
     scale: float
     """Factor for the gradients: below 1 if they are clipped."""
     skip: bool
-    """Change nothing."""
+    """Whether servers skip the step, and change nothing."""
     rates: list[tuple[float, float]]
     """Learning rate and weight decay of each parameter group."""
 
@@ -111,12 +111,12 @@ class Place(NamedTuple):
     """Place of a parameter in a flat tensor."""
 
     begin: int
-    """Index of its first element."""
+    """Index of the parameter's first element."""
     parameter: torch.Tensor
 
     @property
     def end(self) -> int:
-        """Index of its last element, plus one."""
+        """Index of the parameter's last element, plus one."""
         return self.begin + self.parameter.numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -128,10 +128,10 @@ class Codec(Protocol):
     """Reads and writes a parameter whose memory does not hold plain values, for example in fp8."""
 
     def read(self) -> torch.Tensor:
-        """Return its values, in its shape and nominal type."""
+        """Return the parameter's values, in the parameter's shape and nominal type."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Store values of its shape, rounded to its format."""
+        """Store values, of the parameter's shape, rounded to the format of its memory."""
 
 
 Codecs = Mapping[torch.Tensor, Codec]
@@ -313,7 +313,7 @@ class ServerTensor:
             BytePSError: a server refuses, or has too little memory.
         """
         self.name = declaration.name
-        """Under which servers know it."""
+        """Name under which servers know the tensor."""
         self.numel = declaration.numel
         form = wire.of(declaration.dtype, declaration.wire_dtype)
         self.held_slot = len(rule.slot_names) if form.is_block else 0
@@ -354,7 +354,8 @@ class ServerTensor:
         return int(self._sums[:, 1].sum().item())
 
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
-        """Start a step; servers update once they have the sum. Both tensors may be the same."""
+        """Start a step; servers update once they have the sum. `gradients` and `parameters` may be
+        the same tensor."""
         where = gradients.data_ptr(), parameters.data_ptr()
         return start_update(
             lambda: self._tensor.push_step(*where, step, self._last_word(), self._stream()),
@@ -372,7 +373,8 @@ class ServerTensor:
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start a speculative step; servers answer with the parameters after the step, and with the
-        sums of squares. Both tensors may be the same. Call `keep`, `drop` or `step` next."""
+        sums of squares. `gradients` and `parameters` may be the same tensor. Call `keep`, `drop` or
+        `step` next."""
         where = gradients.data_ptr(), parameters.data_ptr(), self._sums.data_ptr()
 
         def start() -> int:
@@ -390,7 +392,8 @@ class ServerTensor:
         self._verdict = _DROP if self._is_open else 0
 
     def give_up(self) -> None:
-        """Drop the speculative step if it has no verdict, because it failed on a rank."""
+        """Drop the speculative step if this rank has not decided about it, because the step failed
+        on another rank."""
         if self._is_open and not self._verdict:
             self._verdict = _DROP
 
@@ -424,7 +427,8 @@ class ServerTensor:
         return values
 
     def settle(self) -> None:
-        """Send the verdict on the speculative step, if there is one, before the next push does."""
+        """Send the verdict on the speculative step now, if there is one. Otherwise the next push
+        would send it."""
         if self._verdict:
             self._read(0, 0, 0, torch.empty(1))
 

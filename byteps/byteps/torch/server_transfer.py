@@ -62,8 +62,8 @@ class ShardBlocks:
 
 
 _GATHERED_AT_ONCE = 1 << 22
-"""Elements per all-gather of the servers' values: each rank of a host takes temporary memory of
-this size."""
+"""Number of elements per all-gather of the servers' values. It limits the temporary memory of each
+rank of a host."""
 
 
 @dataclass(kw_only=True)
@@ -73,9 +73,9 @@ class Shard:
     piece: Piece
     tensor: ServerTensor
     whole: Range
-    """Range of the piece."""
+    """Range of the piece in the flat tensor."""
     own: Range
-    """Range that this rank sends; zeros may follow as padding."""
+    """Range of the flat tensor that this rank sends; zeros may follow as padding."""
     blocks: ShardBlocks | None = None
     """Set if gradients travel in blocks of few bits."""
     sent: torch.Tensor | None = None
@@ -195,7 +195,7 @@ class ServerShards:
         """Return fp32 values of a slot, on the CPU, for elements within one range of `own`.
 
         Raises:
-            ValueError: the elements belong to several shards, or to another rank's.
+            ValueError: the elements belong to several shards, or to a shard of another rank.
         """
         for shard in self.shards:
             first, last = shard.own
@@ -217,7 +217,7 @@ class ServerShards:
             for first, of_each in self._turns(self.host, shard, slot, wanted):
                 for target, (low, high), values in zip(targets, wanted, of_each, strict=True):
                     a = max(low, first)
-                    # An empty range if this turn has none of them.
+                    # The range is empty if this turn has none of the wanted elements.
                     z = max(a, min(high, first + len(values)))
                     flat[target + a : target + z].copy_(values[a - first : z - first])
         return flat
@@ -246,22 +246,23 @@ class ServerShards:
     def stream(
         self, tensor: torch.Tensor, *, joins: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Return HostRanks.stream; a null context if this rank does not sum with others first."""
+        """Return the context of HostRanks.stream, or a null context if this rank does not sum with
+        other ranks of its host first."""
         if self.host is None:
             return contextlib.nullcontext()
         return self.host.stream(tensor, joins=joins)
 
 
 _PACKED_AT_ONCE = 1 << 22
-"""Elements that are converted to a shorter type at a time: temporary memory of this size is
-taken."""
+"""Number of elements that are converted to a shorter type at a time. It limits the temporary memory
+of the conversion."""
 
 Start = Callable[[ServerTensor, torch.Tensor, torch.Tensor], int]
-"""Starts an operation on a shard and returns its handle. Arguments: shard, tensor to send, and
-tensor to receive parameters (the same tensor if none come)."""
+"""A function that starts an operation on a shard and returns its handle. Its arguments: the shard,
+the tensor to send, and the tensor to receive parameters (the same tensor if none are pulled)."""
 Restart = Callable[[ServerTensor, torch.Tensor], int]
-"""Starts an operation on a shard whose gradients were pushed, and returns its handle. Arguments:
-shard, and tensor to receive parameters."""
+"""A function that starts an operation on a shard whose gradients were pushed, and returns its
+handle. Its arguments: the shard, and the tensor to receive parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,8 +362,8 @@ class ShardTransfer:
         return Started(handles=handles, landings=landings, target=target)
 
     def _landing(self, shard: Shard, target: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor to receive this rank's shard: in `target`, or in its gradients'
-        memory."""
+        """Return the tensor to receive this rank's shard, as a view of `target` or, if there is no
+        target, of the gradients' memory."""
         if target is None and shard.blocks is None:
             return _sent(shard)
         if target is None:
@@ -403,7 +404,7 @@ class ShardTransfer:
 
     def _short(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the whole piece in the type in which parameters are pulled: the first
-        part of its gradients' memory."""
+        part of the memory of the piece's gradients."""
         begin, end = shard.whole
         memory = gradients[begin:end].view(self._shards.dtype)
         return memory[: end - begin]

@@ -61,8 +61,8 @@ def _told(given: Mapping[str, str]) -> Launch:
 
 
 def _of_torch() -> tuple[int, int] | None:
-    """Return rank and size in torch.distributed if this worker uses them. None: the environment
-    names a scheduler and sets rank or size itself."""
+    """Return the rank and size in torch.distributed, if this worker uses these. Return None if the
+    environment names a scheduler and sets rank or size itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     said = ("RANK", "WORLD_SIZE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER")
@@ -72,10 +72,10 @@ def _of_torch() -> tuple[int, int] | None:
 
 
 def _after_fork_in_child() -> None:
-    """Reset in a forked process: the job belongs to its parent. c_lib has closed its copies of the
-    connections and refuses all calls."""
+    """Reset the state in a forked process, since the job belongs to the parent process. c_lib has
+    closed this process's copies of the connections, and refuses all calls."""
     global _lock
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.Lock()  # Another thread of the parent may have held the old lock.
     if not c_lib.is_forked_copy():
         return
     atexit.unregister(_at_exit)
@@ -107,11 +107,12 @@ def init(
     Args:
         lazy: accepted for compatibility and ignored: `init` always joins at once.
         quorum: REPLICAS@SECONDS, the same on all workers: once that many replicas have pushed, the
-            others have that many seconds. A later replica is removed, and joins again after a
-            restart. None: they have BYTEPS_OP_TIMEOUT_S.
+            other replicas have that many seconds left. A replica that takes longer is removed, and
+            joins again after a restart. None: replicas have BYTEPS_OP_TIMEOUT_S.
         local: local rank and local size, if the ranks have found them. None: the launcher's.
-        op_timeout_s: timeout of a sum if BYTEPS_OP_TIMEOUT_S is not set.
-        of_torch: rank and size of torch.distributed while it is being initialized. None: as above.
+        op_timeout_s: timeout of a sum, in seconds, if BYTEPS_OP_TIMEOUT_S is not set.
+        of_torch: rank and size of torch.distributed while it is being initialized. None: rank and
+            size are found as described above.
         store: store of torch.distributed while it is being initialized. None: the default store.
 
     A process forked from a worker (by torch's DataLoader, for example) is not a worker. There
@@ -144,7 +145,7 @@ def _join(
     given: tuple[int, int] | None,
     store: Store | None,
 ) -> None:
-    """Join with these settings, which override the environment's and a place that was found.
+    """Join with these settings. They override the environment, and a local rank that was found.
 
     Args:
         shared: more settings, also passed to a scheduler and servers started here.
@@ -182,7 +183,8 @@ def _join(
 
 
 def _gpu() -> str:
-    """Return the PCI bus id of this process's GPU, to find NICs near it; "": no GPU chosen yet."""
+    """Return the PCI bus id of this process's GPU, to find NICs near the GPU. Return "" if no GPU
+    is chosen yet."""
     if not torch.cuda.is_initialized():
         return ""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -204,8 +206,8 @@ def shutdown() -> None:
     starts a new one. A worker in which a sum failed counts as failed. Tensors must be declared
     anew, and handles of the last job are invalid.
 
-    If it is called while an exception is handled, as in ``finally``, it reports the exception to
-    the other nodes, and the job fails for all of them.
+    If this function is called while an exception is handled, as in ``finally``, it reports the
+    exception to the other nodes, and the job fails for all of them.
     """
     error = sys.exception()
     # The job ran inside an exception handler, so this exception is not its end.
@@ -220,8 +222,8 @@ def abort(reason: str) -> None:
 
 
 def leave(reason: str) -> int:
-    """Leave a job of replicas, which goes on without this replica. All workers of the replica call
-    this, between two steps.
+    """Leave a job that has replicas; the job goes on without this replica. All workers of this
+    replica call this, between two steps.
 
     Args:
         reason: text for the other nodes' logs.
@@ -249,14 +251,14 @@ def _leave(failure: str) -> None:
 
 
 def _leave_for_good(failure: str) -> None:
-    """Leave at the end of the process, then end the servers that it has started."""
+    """Leave at the end of the process, then end the servers that the process has started."""
     _leave(failure)
     embedded.end_left(hurries=bool(failure))
 
 
 def _at_exit() -> None:
-    """Leave at the end of the process, with the exception that ends it, if there is one. Otherwise
-    leave later, in a handler of the C library, which alone learns the exit status."""
+    """At the end of the process, leave the job if an exception ends the process, and report it.
+    Otherwise leave later, in an exit handler of the C library, which also gets the exit status."""
     failure = _cause_of(_last_error())
     if os.getpid() != _joined_by or failure or c_lib.has_failed():
         return _leave_for_good(failure)
@@ -269,11 +271,12 @@ def _at_exit() -> None:
 
 
 _outlasts = False
-"""Whether the end of this process waits for servers that it has left to other ranks."""
+"""Whether the end of this process waits for its servers that other ranks still use."""
 
 
 def _outlast_those_left() -> None:
-    """Make the end of the process wait for servers that it has started and left to other ranks."""
+    """Make the end of the process wait for servers that the process has started and that other
+    ranks still use."""
     global _outlasts
     if _outlasts or not embedded.has_left():
         return
@@ -397,32 +400,33 @@ def replica() -> int:
 
 
 def first_rank() -> int:
-    """Return the lowest rank of this replica: rank 0 of its torch.distributed. 0 if this process is
-    in no job."""
+    """Return the lowest rank of this replica, which is rank 0 of the replica's torch.distributed.
+    Return 0 if this process is in no job."""
     if _launch is None:
         return 0
     return _launch.replica * (_launch.size // _launch.replicas)
 
 
 def replicas() -> int:
-    """Return the number of replicas: jobs that train one model and meet only at the servers. 1
-    without replicas. Workers of all replicas count in `rank` and `size`, those of replica 0 first.
-    Works before `init` too."""
+    """Return the number of replicas: jobs that train the same model and meet only at the servers.
+    Return 1 without replicas. `rank` and `size` count the workers of all replicas; those of replica
+    0 have the lowest ranks. Works before `init` too."""
     return (_launch or _told({})).replicas
 
 
 # Reasons for the end of a worker's process, reported to the other nodes.
 
 _TEXT_CHARS = 500
-"""Length of an exception's text for the other nodes."""
+"""Limit of the length of an exception's text for the other nodes, in characters."""
 
 
 def _reason_of(error: BaseException | None) -> str:
-    """Return the reported text for a process that ends by this exception; empty if it ends well."""
+    """Return the text to report for a process that ends by this exception. The text is empty if the
+    process ends with success."""
     if error is None:
         return ""
     if isinstance(error, SystemExit):
-        # Same rule as in the interpreter: a text is printed, and counts as a failure.
+        # This is the interpreter's rule: it prints a text, which counts as a failure.
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         return _of_status(status)
     return traceback.format_exception_only(error)[-1].strip()[:_TEXT_CHARS]
@@ -435,11 +439,13 @@ _ECHO = re.compile(
 )
 """Errors that torch.distributed raises on the other ranks when a rank has ended."""
 _ECHO_S = 3.0
-"""Time limit for the scheduler's report of a lost rank, if torch.distributed noticed first."""
+"""Time to wait for the scheduler's report of a lost rank, in seconds, if torch.distributed noticed
+the loss first."""
 
 
 def _cause_of(error: BaseException | None) -> str:
-    """Return the reported text for a process that ends by this exception; empty if it ends well.
+    """Return the text to report for a process that ends by this exception. The text is empty if the
+    process ends with success.
 
     torch.distributed raises on this rank if another rank has ended. Such an exception is reported
     only if the scheduler reports no lost rank within _ECHO_S; otherwise the wrong rank would be
@@ -463,7 +469,7 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _of_status(status: int) -> str:
-    """Return the reported text for this exit status; empty for 0."""
+    """Return the text to report for this exit status; empty for 0."""
     return f"exit status {status}" if status != 0 else ""
 
 

@@ -46,8 +46,9 @@ class Span:
 class _Exposed:
     """Adds up the time of this process's waits.
 
-    On the CPU that is the time for which the thread was blocked. On a GPU it is the time in which
-    the waiting stream had nothing to do: the host may wait while the GPU still computes.
+    On the CPU, the time of a wait is the time for which the thread was blocked. On a GPU it is the
+    time in which the waiting stream had nothing to do, since the host may wait while the GPU still
+    computes.
     """
 
     _OPEN = 32
@@ -60,7 +61,8 @@ class _Exposed:
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self.is_whole = True
-        """False once a future was handed out, for which others wait unseen."""
+        """Whether all waits are known. False once a future was handed out, since waits for a future
+        are not seen."""
 
     def seconds(self) -> float:
         """Return the time of all waits that have ended, in seconds."""
@@ -100,13 +102,14 @@ _exposed = _Exposed()
 def exposed_seconds() -> float | None:
     """Return the seconds for which threads of this process, or its GPUs' streams, have waited.
 
-    Return None if a future was handed out: torch waits for it, as in its DDP, and tells nobody.
+    Return None if a future was handed out: waits for a future, such as those of torch's DDP, are
+    not seen.
     """
     return _exposed.seconds() if _exposed.is_whole else None
 
 
 def note_unseen_waits() -> None:
-    """Note that a future was handed out: whoever waits for it does so unseen."""
+    """Note that a future was handed out. Waits for the future are not seen."""
     _exposed.is_whole = False
 
 
@@ -120,20 +123,20 @@ _thread = _Thread()
 
 
 def leave_out_this_thread() -> None:
-    """Do not count waits of this thread: no program waits for it."""
+    """Do not count waits of this thread, because the program does not wait for this thread."""
     _thread.is_background = True
 
 
 class Wait(Span):
     """A span in which this thread waits for servers. Nested waits count once.
 
-    Its time is exposed: no computation of the program hides it.
+    The time of a wait is exposed: no computation of the program hides it.
     """
 
     __slots__ = ("_began", "_device", "_mark")
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """`device`: of the tensor that is waited for."""
+        """`device`: device of the tensor that is waited for."""
         super().__init__(name)
         self._device = device
         self._began = 0

@@ -40,10 +40,10 @@ _TOLD_EACH = 200
 class Speculation:
     """Decides which steps are speculative (made before the norm is known), and counts the outcomes.
 
-    A speculative step pulls parameters that are right if gradients are not clipped. Otherwise they
-    are pulled again, after the gradients, as without speculation. Speculation costs servers time,
-    so after two clipped steps in a row it pauses until a step is not clipped. All ranks know the
-    same norms, so they make the same decisions.
+    A speculative step pulls parameters that are right if gradients are not clipped. If gradients
+    are clipped, the parameters are pulled again, after the push, as without speculation.
+    Speculation costs servers time. So after two clipped steps in a row, steps are not speculative
+    until a step is not clipped. All ranks know the same norms, so they make the same decisions.
     """
 
     def __init__(self, clip: str, *, useful: bool = True) -> None:
@@ -59,7 +59,7 @@ class Speculation:
         self.tried = 0
         """Number of speculative steps."""
         self.redone = 0
-        """Number of these that were clipped and therefore repeated."""
+        """Number of speculative steps that were clipped and therefore repeated."""
         self._clipped_in_a_row = 0
         self._told = (0, 0)
 
@@ -81,11 +81,13 @@ class Speculation:
         return self._clipped_in_a_row
 
     def go_on(self, clipped_in_a_row: int) -> None:
-        """Take over this number from the ranks of a running job, which this rank joins."""
+        """Set the number of clipped steps in a row to that of the ranks of a running job, which
+        this rank joins."""
         self._clipped_in_a_row = clipped_in_a_row
 
     def forget(self) -> None:
-        """Reset after a state was loaded: ranks may have made different numbers of steps before."""
+        """Reset after a state was loaded, since before that, ranks may have made different numbers
+        of steps."""
         self._clipped_in_a_row = 0
 
     def advice(self) -> str | None:
@@ -110,7 +112,8 @@ _EPS = 1e-6
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """Return the factor that clips gradients of this norm to `max_norm`; 1 if it is not finite."""
+    """Return the factor that clips gradients of this norm to `max_norm`; 1 if the norm is not
+    finite."""
     return min(1.0, max_norm / (norm + _EPS)) if math.isfinite(norm) else 1.0
 
 
@@ -236,8 +239,8 @@ class StepMachine:
         bucket.push_early(self.next_step(param_groups, scale) if self._speculation.tries else None)
 
     def push(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> None:
-        """Begin a step: push all gradients, and wait for their sums of squares (before `scale` is
-        applied) and zeros.
+        """Begin a step: push all gradients, and wait for the sums of squares of the gradients
+        (before `scale` is applied) and for the number of zeros.
 
         Raises: as `update`.
         """
@@ -255,9 +258,9 @@ class StepMachine:
 
         Args:
             scale: clipping factor for the gradients, 1 if they are not clipped.
-            skip: change nothing.
-            own: factors that replace `scale` for buckets clipped by a norm of their own; the same
-                buckets on all ranks that have them.
+            skip: skip the step, and change nothing.
+            own: factors that replace `scale` for buckets that are clipped by a norm of their own;
+                all ranks that have such a bucket pass it.
 
         Raises: as `update`.
         """
@@ -290,7 +293,7 @@ class StepMachine:
         try:
             for bucket in self._forward_order:
                 started = start(bucket)
-                assert started is not None  # the step was not tried
+                assert started is not None  # because the step was not speculative
                 self._arrivals.expect(bucket, started)
         except BaseException:
             self._arrivals.end()
@@ -303,7 +306,7 @@ class StepMachine:
     # ------------------------------------------------------------------- states
 
     def begin_anew(self) -> None:
-        """Reset the step count after parameters with no history were loaded into the servers."""
+        """Reset the step count, after parameters without moments were loaded into the servers."""
         self.steps = 0
 
     def begin_load(self) -> None:

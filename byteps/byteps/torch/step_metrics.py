@@ -71,7 +71,7 @@ def get_step_metrics(steps: int = 1) -> dict[str, float]:
     """Return the cost of this worker's reductions per step since the last call, or since the start.
 
     Args:
-        steps: number of steps since then.
+        steps: number of steps since the last call.
 
     Returns:
         values by name, for a logger such as TensorBoard or wandb:
@@ -81,8 +81,8 @@ def get_step_metrics(steps: int = 1) -> dict[str, float]:
         - ``byteps/sent_bytes_per_step``, ``byteps/received_bytes_per_step``: gradients or
           parameters as they travel, without headers.
         - ``byteps/exposed_s_per_step``: seconds for which the program waited for servers, with
-          nothing to compute. On a GPU: its stream. Left out where torch waits by itself, as its
-          ``DistributedDataParallel`` does.
+          nothing to compute. On a GPU, the seconds for which the stream waited. Left out if torch
+          itself waits, as in its ``DistributedDataParallel``.
         - ``byteps/reconnections``: connections that broke and were made again, since the start.
         - ``byteps/members``: workers that take part in sums now; 0 before ``init``.
 

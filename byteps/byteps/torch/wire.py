@@ -28,7 +28,7 @@ def check(tensor: torch.Tensor, what: str) -> None:
         TypeError: it is not a tensor.
         ValueError: its type, layout, device or memory cannot be used.
     """
-    # Every sum makes these checks; each takes a fraction of a microsecond.
+    # Every sum makes these checks, so each must take only a fraction of a microsecond.
     if (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in DTYPES
@@ -133,7 +133,7 @@ class WireType:
     engine_name: str
     """Name in `c_lib`."""
     memory: torch.dtype
-    """Type of memory that holds it."""
+    """torch type of the memory that holds elements of this type."""
     values: int = 1
     """Values per element."""
     element_bytes: int = 0
@@ -303,19 +303,19 @@ class _Lost:
     values: torch.Tensor
     generation: int
     spec: Spec | None = None
-    """Spec under which servers keep their losses; None: they keep none."""
+    """Spec under which servers keep losses for this tensor; None: servers keep none."""
 
 
 class Feedback:
-    """Rounding losses of this process's tensors, in bfloat16, by the names under which they are
-    summed. It also tracks when servers have to drop theirs."""
+    """Rounding losses of this process's tensors, in bfloat16, by the names under which the tensors
+    are summed. This object also tracks when servers have to drop their losses."""
 
     def __init__(self) -> None:
         self._lost: dict[str, _Lost] = {}
         self._loaded: dict[str, torch.Tensor] = {}
-        """Loaded losses of tensors that were not sent since."""
+        """Loaded losses of tensors that have not been sent since the load."""
         self._of_servers: dict[str, torch.Tensor] = {}
-        """Loaded losses of the servers, for tensors that were not sent since."""
+        """Loaded losses of the servers, for tensors that have not been sent since the load."""
         self._generation = 0
 
     def of(
@@ -351,8 +351,9 @@ class Feedback:
     def drop(self) -> None:
         """Drop the losses of all tensors, here and, when they are next sent, on the servers.
 
-        All ranks call it between the same sums: after a step that was skipped or is repeated, since
-        its losses belong to discarded values; and after loading a checkpoint without losses.
+        All ranks call this between the same sums: after a step that was skipped or is repeated,
+        since the losses of such a step belong to discarded values; and after a checkpoint without
+        losses was loaded.
         """
         self._generation += 1
         self._loaded.clear()
@@ -373,9 +374,9 @@ class Feedback:
     def put(self, name: str, lost: torch.Tensor, of_servers: torch.Tensor | None) -> None:
         """Set the losses of a tensor, for the next time that it is sent.
 
-        All ranks that sum it call this between the same sums. One of them also passes the servers'
-        losses of the sum, `of_servers`, in whole blocks, and sends them to the servers with the
-        tensor.
+        All ranks that sum the tensor call this between the same sums. One of these ranks also
+        passes the servers' losses, `of_servers`, in whole blocks, and sends them to the servers
+        together with the tensor.
         """
         self._loaded[name] = lost
         self._of_servers.pop(name, None)
@@ -383,15 +384,16 @@ class Feedback:
             self._of_servers[name] = of_servers
 
     def of_servers(self, name: str) -> torch.Tensor | Spec | None:
-        """Return the servers' losses if they were `put`, or the spec under which servers have them;
-        None if there are none."""
+        """Return the servers' losses if `put` has set them, or the spec under which servers keep
+        them. Return None if there are no losses."""
         if name in self._loaded:
             return self._of_servers.get(name)
         lost = self._lost.get(name)
         return lost.spec if lost is not None and lost.generation == self._generation else None
 
     def take_of_servers(self, name: str) -> torch.Tensor | None:
-        """Remove and return the servers' losses to be sent; None if servers have them already."""
+        """Remove and return the servers' losses, to send them. Return None if servers have them
+        already."""
         return self._of_servers.pop(name, None)
 
     def forget_name(self, name: str) -> None:

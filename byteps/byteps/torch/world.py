@@ -1,4 +1,4 @@
-"""All workers and servers of the job: their hosts, their links, and the settings that they
+"""All workers and servers of the job: their hosts and links, and the settings that workers
 exchange."""
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def host_name() -> str:
 def find_place(
     rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]
 ) -> tuple[int, int]:
-    """Find this rank's local rank and local size, also if the launcher's are missing or wrong.
-    Values from BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE are kept.
+    """Find this rank's local rank and local size, even if the launcher has set none or wrong ones.
+    Values of BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE are kept.
 
-    All ranks of the job call this before `init`, and pass the result to it.
+    All ranks of the job call this before `init`, and pass the result to `init`.
 
     Args:
         rank: rank of this process among all callers.
@@ -86,7 +86,7 @@ class HostLayout:
         }
 
     def on_host_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the same host as `rank`, including it."""
+        """Return the ranks on the host of `rank`, including `rank`."""
         return self.hosts[self.host_of(rank)]
 
     def local_index(self, rank: int) -> int:
@@ -122,12 +122,13 @@ ALIKE = (
     "BYTEPS_C10D_WIRE_DTYPE",
     "BYTEPS_FSDP_DTYPES",
 )
-"""Settings that decide which bytes a rank sends to which server. Ranks with different values would
-wait for each other."""
+"""Settings that decide which bytes a rank sends to which server. They must be alike on all ranks:
+otherwise ranks would wait for each other for ever."""
 
 
 class Told(NamedTuple):
-    """Values that a worker sends to the others. Plain types, so that JSON can carry them too."""
+    """Values that a worker sends to all other workers. The types are plain, so that JSON can carry
+    the values too."""
 
     host: str
     server_link_gbps: float
@@ -140,7 +141,7 @@ class Told(NamedTuple):
     alike: Sequence[Setting]
     """This worker's values of the settings in ALIKE, in the same order."""
     own_servers: Sequence[int] = ()
-    """Ranks of the servers whose address is one of its host's."""
+    """Ranks of the servers whose address is an address of this worker's host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +154,8 @@ class Job:
     measures: bool
     """Whether rates are measured before routes are decided."""
     servers_on: tuple[tuple[int, ...], ...] = ()
-    """Ranks of the servers on each host, equally many and all of the job's; empty where addresses
-    do not tell."""
+    """Ranks of the servers on each host. All servers of the job are included, equally many on each
+    host; otherwise, or if addresses do not tell the hosts of servers, this is empty."""
 
 
 def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
@@ -196,7 +197,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
 
 
 def _own(addresses: Sequence[str]) -> list[int]:
-    """Places of the addresses that are this host's."""
+    """Return the indices of the addresses that belong to this host."""
     own = {address for address in set(addresses) if address and _can_bind(address)}
     return [place for place, address in enumerate(addresses) if address in own]
 
