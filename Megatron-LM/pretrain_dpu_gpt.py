@@ -124,8 +124,8 @@ def forward_step(
     model: GPTModel,
     return_schedule_plan: bool = False,
 ) -> tuple[Any, partial]:
-    """Run the forward pass of a micro-batch. Or return its schedule, if Megatron overlaps the
-    exchange of expert tokens with another micro-batch."""
+    """Run the forward pass of a micro-batch. If Megatron overlaps the exchange of expert tokens
+    with another micro-batch, return the schedule of the pass instead."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")

@@ -4,7 +4,8 @@
 with sequence parallelism, and attention over a sequence split over context-parallel ranks.
 
 Attention is simple and slow: each rank gathers the keys and values of the whole sequence, and
-attends to them from its own tokens. A second call of either function does nothing.
+attends to them from its own tokens. A second call of :func:`allow_sequence_parallel` or
+:func:`allow_context_parallel` does nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 def allow_sequence_parallel() -> None:
     """Make torch's norms accept sequence parallelism.
 
-    The norms compute the same. The flag only means that each rank has the gradients of its part of
-    the sequence, which must be summed over tensor-parallel ranks; so parameters are marked.
+    The norms compute the same as without it. With sequence parallelism, each rank has the gradients
+    of its part of the sequence only, so they must be summed over tensor-parallel ranks. The
+    parameters are marked for this.
     """
     make = torch_norm.WrappedTorchNorm.__new__
 

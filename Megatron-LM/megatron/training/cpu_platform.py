@@ -11,8 +11,8 @@ Megatron's own, over gloo.
 ``MEGATRON_CPU=1`` enables it. There is no automatic choice: on a node with a broken driver Megatron
 must stop with its message about CUDA, instead of training on its CPU while other nodes wait.
 
-Called at two places, both in ``megatron.training.arguments.parse_args``: :func:`set_defaults`
-before the command line is parsed, :func:`start` after.
+``megatron.training.arguments.parse_args`` calls this module at two places: :func:`set_defaults`
+before it parses the command line, and :func:`start` afterwards.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _required_defaults() -> tuple[_Default, ...]:
             attribute="attention_backend",
             value=AttnBackend.unfused,
             flag="--attention-backend",
-            also=(AttnBackend.local,),  # with --spec local
+            also=(AttnBackend.local,),  # The value that --spec local needs.
         ),
         _Default(attribute="use_cpu_initialization", value=True, flag="--use-cpu-initialization"),
         _Default(attribute="no_persist_layer_norm", value=True, flag="--no-persist-layer-norm"),
@@ -139,7 +139,8 @@ def start(args: Namespace) -> None:
 
 
 def _allow_layouts(args: Namespace) -> None:
-    """Enable split sequences if requested: Megatron's local layers, used here, refuse them."""
+    """Make Megatron's local layers, which a CPU needs, accept split sequences, if the arguments ask
+    for these."""
     split, parallel = args.context_parallel_size > 1, args.sequence_parallel
     if not (split or parallel):
         return
@@ -298,7 +299,7 @@ def _of_two_widths(make: Callable[..., None]) -> Callable[..., None]:
 
 
 class _All:
-    """Several operations in flight."""
+    """Handle of several operations in flight."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works

@@ -15,7 +15,7 @@ only a call. Two hooks only decide whether another is called: ``takes`` and ``ke
 ============================  ======================================================
 ``add_arguments``             the argument parser is being built
 ``translate_args``            arguments are parsed: switch off what servers do instead of ranks
-``translate_config``          the same for a ``DistributedDataParallelConfig``
+``translate_config``          a ``DistributedDataParallelConfig`` is used: switch off likewise
 ``validate_args``             arguments are derived: refuse what is not supported
 ``validate_ddp_config``       a ``DistributedDataParallelConfig`` is created
 ``fully_sharded``             a fully sharded wrapper is built: log which sums it keeps
@@ -73,9 +73,9 @@ only a call. Two hooks only decide whether another is called: ``takes`` and ``ke
 ``summed_later``       parameters in separate buffers: matrices that ranks update (Muon),
                        and gradients that change after the backward pass
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update, and their norms
-``server_optimizer``   the optimizer of these buckets; ``server_making`` makes it
-``forward_overlap``    pulls its parameters during the next forward pass
-``server_checkpoint``  its checkpoints
+``server_optimizer``   the optimizer on the servers; ``server_making`` makes it
+``forward_overlap``    pulls parameters from the servers during the next forward pass
+``server_checkpoint``  checkpoints of the optimizer on the servers
 ``feedback_state``     checkpoints of rounding losses
 ``quorum``             how long replicas wait for each other
 ``kept_bf16``          gradients that stay bf16 if others travel in few bits

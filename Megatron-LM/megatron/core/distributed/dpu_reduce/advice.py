@@ -62,8 +62,8 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
 
 
 def _kept(sums: Sequence[tuple[Sum, Decision]], ranks_per_host: int) -> list[str]:
-    """Return a line on the memory with which ranks keep gradients for servers that may be lost;
-    empty if they keep none."""
+    """Return a line on the memory in which ranks keep gradients, since a server may be lost. The
+    line is empty if ranks keep none."""
     replaced = bytepslib.figures.setting("BYTEPS_REPLACE_SERVERS_S", float) > 0
     if not replaced or sums[0][0].updated:
         return []
@@ -85,7 +85,8 @@ def _collective_name(what: Sum) -> str:
 
 
 def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
-    """Return how many bytes a rank sends in which type, if gradients travel in few bits."""
+    """Return a text that says how many bytes a rank sends in each type, if gradients travel in few
+    bits."""
     sent: dict[str, int] = {}
     kept = differences = 0
     bits: set[int] = set()

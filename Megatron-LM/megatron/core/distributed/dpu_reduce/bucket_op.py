@@ -2,9 +2,9 @@
 
 """The operation that sums a bucket: its name, group, wire dtype and route.
 
-Norms, biases and routers have few values, and each matters. The largest value of a block sets its
-scale, so in a block with other values either side would lose most of its bits. They are therefore
-kept separate, and travel as bf16.
+Norms, biases and routers have few values, and each value matters. The largest value of a block sets
+the scale of the block. In a block with other parameters, the smaller values would lose most of
+their bits. So the gradients of norms, biases and routers are kept separate, and travel as bf16.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _DTYPE_NAMES = {
 def group_name(group: tuple[int, ...]) -> str:
     """Return a name for a group: its lowest rank, its size, and a digest of all ranks.
 
-    It depends on nothing else, so all members compute the same name, and each group has its own.
+    The name depends on nothing else, so all members compute the same name, and each group has a
+    different one.
     """
     ranks = ",".join(map(str, sorted(group)))
     digest = hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
@@ -135,7 +136,7 @@ class Kept:
     """The ranges of a bucket whose gradients travel as bf16, in one tensor of their own."""
 
     ranges: tuple[tuple[int, int], ...]
-    """First element in the bucket, and last plus one, for each range."""
+    """Ranges of elements of the bucket: the first element, and the last plus one."""
     parameters: tuple[torch.nn.Parameter, ...]
     """The parameters with these gradients, in the same order."""
 
@@ -153,7 +154,7 @@ class Kept:
 
     @staticmethod
     def name_of(op: BucketOp) -> str:
-        """Return the name under which they are summed."""
+        """Return the name under which these gradients are summed."""
         return f"{op.name}/kept"
 
     def declaration(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> TensorDeclaration:
@@ -201,8 +202,8 @@ class _PendingKept:
         self._others: Any = None
 
     def after(self, others: Any) -> _PendingKept:
-        """Set the operation of the bucket's other gradients, which must end first: both write the
-        same memory."""
+        """Set the operation of the bucket's other gradients. That operation must end first, because
+        both write to the same memory."""
         self._others = others
         return self
 
@@ -254,8 +255,9 @@ def kept_of(
 def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
     """Return whether tensor-parallel ranks or pipeline stages have copies of a parameter.
 
-    Servers update each copy separately, with the same gradients. In blocks with different
-    neighbours the gradients would be rounded differently, and the copies would drift apart.
+    Servers update each copy separately, with the same gradients. If the gradients traveled in
+    blocks, each copy would have other neighbours in its block, its gradients would be rounded
+    differently, and the copies would drift apart.
     """
     if config is None:
         return False
@@ -278,13 +280,14 @@ def _wire(grads: torch.Tensor) -> torch.dtype:
 class BucketOp:
     """The operation that sums a bucket; fixed when DDP is built.
 
-    It holds no data pointer: gradient buffers may be freed and allocated again between steps.
+    The operation holds no data pointer, because gradient buffers may be freed and allocated again
+    between steps.
     """
 
     name: str
     """Key of the operation: the same on every rank of the group, unique in the job."""
     group: tuple[int, ...]
-    """Global ranks that sum, in the order of the process group: the whole data-parallel group."""
+    """Global ranks that sum: the whole data-parallel group, in the order of the process group."""
     owners: tuple[int, ...]
     """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in this
     order: the members of this rank's optimizer instance (with a single instance, the whole group).
@@ -292,7 +295,7 @@ class BucketOp:
     placement: int
     """Place of the bucket's first partition in the round robin over the servers."""
     wire: WireType
-    """Type in which the gradients travel; the bucket's own by default."""
+    """Type in which the gradients travel; by default the type of the bucket."""
     kept: Kept | None = None
     """Gradients that travel in 16 bits if the others travel in blocks of few bits."""
     route: str
@@ -302,9 +305,10 @@ class BucketOp:
     in_order: bool = False
     """Whether servers add in the order of ranks, not of arrival."""
     node_whole: NodeSum | None = None
-    """Node first: the sum that every rank gets as a whole."""
+    """With the node-first route: the sum that every rank gets as a whole."""
     node_shards: NodeSum | None = None
-    """Node first, with the distributed optimizer: the sum of which each rank gets its shard."""
+    """With the node-first route and the distributed optimizer: the sum of which each rank gets its
+    shard."""
 
     def wanted(self, elements: int) -> tuple[int, int]:
         """Return the range of the bucket's elements that this rank's optimizer owns."""
@@ -329,9 +333,9 @@ def wire_of(
 ) -> WireType:
     """Return the type in which gradients travel.
 
-    bf16 is only for fp32 gradients: it would not shorten a half type. With the optimizer on the
-    servers, parameters are pulled in this type, so fp32 parameters do not use bf16. With blocks,
-    they are pulled as differences.
+    bf16 is only for fp32 gradients, since it would not shorten a half type. With the optimizer on
+    the servers, parameters are pulled in the same type, so gradients of fp32 parameters do not use
+    bf16. With blocks, parameters are pulled as differences.
     """
     wire, name = bytepslib.wire, ddp_config.dpu_reduce_wire_dtype
     if name is None:
@@ -409,8 +413,8 @@ def node_sums(
         node.piece_count(part_bytes),
     )
     if cut is None:
-        # Several instances on a host: its ranks own the same shards, and must gather more than
-        # these.
+        # Several optimizer instances share a host. Their ranks own the same shards, so the parts
+        # that the host's ranks push would overlap.
         return whole, None
     return whole, replace(whole, name=f"{op.name}/shards", pieces=tuple(cut))
 

@@ -77,7 +77,7 @@ def load() -> Any:
     """Import ``byteps.torch``.
 
     Raises:
-        RuntimeError: it is not installed or does not load.
+        RuntimeError: BytePS is not installed, or does not load.
     """
     try:
         return importlib.import_module("byteps.torch")

@@ -48,10 +48,10 @@ class Verdict:
     optimizer_refused: str
     """Reason why ``--dpu-optimizer`` is refused in addition; empty if it is accepted."""
     left: str
-    """Message that a wrapper shards gradients itself; empty if none does."""
+    """Message that a wrapper shards gradients itself; empty if no wrapper does."""
     training: Training
     forecast: Forecast | None
-    """None if a wrapper shards gradients itself."""
+    """The forecast; None if a wrapper shards gradients itself."""
 
     @property
     def reaches_servers(self) -> bool:
@@ -138,8 +138,8 @@ def _training(args: Any, machines: Machines) -> Training:
 def kinds_of(
     split: Parallelism, held: parameters.Count, machines: Machines, optimizer: str
 ) -> tuple[Kind, ...]:
-    """Return the kinds of gradients of a model with this parallelism: dense, and expert if they
-    have groups of their own."""
+    """Return the kinds of gradients of a model with this parallelism: dense and, if experts have
+    data-parallel groups of their own, expert."""
     own, on_ranks = split.has_expert_groups, optimizer in replica_refusals.OF_MATRICES
     elements = held.dense if own else held.dense + held.expert
     dense = Kind(
@@ -295,7 +295,7 @@ def recipe(name: str) -> Any:
 
     Raises:
         ImportError: Megatron-Bridge is not installed.
-        ValueError: it has no such recipe; the text suggests similar names.
+        ValueError: Megatron-Bridge has no such recipe; the text suggests similar names.
     """
     known = [one for package in (LIBRARY, PERFORMANCE) for one in _functions(package)]
     for other, function in known:

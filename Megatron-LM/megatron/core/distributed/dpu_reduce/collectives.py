@@ -6,7 +6,7 @@ A replica has its own torch.distributed world, so a collective over its data-par
 out the other replicas. If this gave replicas different values of trained state, they would diverge
 silently. This module lists all such collectives. A test trains with the settings that lead to them,
 records each call in torch's process groups, and fails at a call that is not listed.
-:mod:`.replica_refusals` refuses the arguments that lead to unsupported ones.
+:mod:`.replica_refusals` refuses the arguments that lead to unsupported collectives.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Collective:
     """``module:function``, without ``megatron.``."""
     over: Over
     why: str
-    """Purpose of the collective. With local steps (``--dpu-outer``) only hooks marked so continue
-    it: parameters and buffers become equal at each exchange."""
+    """Purpose of the collective. With local steps (``--dpu-outer``), only hooks whose purpose says
+    so continue the collective over replicas, since parameters and buffers become equal at each
+    exchange."""
     refusal: Refusal | None = None
 
 
@@ -157,7 +158,7 @@ _REFUSED = {
 
 
 def collectives() -> Iterator[Collective]:
-    """Yield all of them."""
+    """Yield all collectives of this list."""
     for over, some in (
         (Over.CONTINUED, _CONTINUED),
         (Over.ALIKE, _ALIKE),

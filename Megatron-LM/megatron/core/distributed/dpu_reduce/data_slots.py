@@ -2,8 +2,8 @@
 
 """This rank's data-parallel rank and size, counted over all replicas.
 
-Samplers use them to choose this rank's part of a global batch. Names are those of
-``megatron.core.mpu``; with a single replica the results are the same.
+Samplers use the two numbers to choose this rank's part of a global batch. The functions have the
+names of those in ``megatron.core.mpu``, and the same results if there is a single replica.
 """
 
 from __future__ import annotations

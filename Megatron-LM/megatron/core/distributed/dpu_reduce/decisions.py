@@ -1,6 +1,7 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Decides the route of each bucket group of a model, by measurement if requested, and prints it."""
+"""Decides the route of each bucket group of a model, by measurement if requested, and prints the
+routes."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ _told: set[str] = set()
 
 
 def forget() -> None:
-    """Forget measurements and printed tables, so that they are made anew."""
+    """Forget measurements and printed tables, so that both are made anew."""
     _measurements.clear()
     _told.clear()
 
@@ -175,7 +176,8 @@ def _over_replicas(
     group: torch.distributed.ProcessGroup,
     groups: Sequence[_ParamAndGradBucketGroup],
 ) -> dict[int, Decision]:
-    """Return the decisions with replicas: they meet only at the servers, so there is no choice."""
+    """Return the decisions for a job with replicas. There is no choice of routes, because replicas
+    meet only at the servers."""
     routes, ranks = bytepslib.routes, group.size()
     decision = routes.Decision(
         route=routes.NODE_FIRST if ranks > 1 else routes.FLAT,
@@ -216,7 +218,7 @@ _Kinds = Iterable[
 def tell(
     config: DistributedDataParallelConfig, model_config: TransformerConfig, kinds: _Kinds
 ) -> None:
-    """Print, on rank 0, the gain for its first model chunk.
+    """Print, on rank 0, the forecast gain for the first model chunk of this rank.
 
     Args:
         config: config of the DDP.

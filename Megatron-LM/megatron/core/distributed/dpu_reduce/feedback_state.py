@@ -2,10 +2,11 @@
 
 """Saves and loads rounding losses in checkpoints of ``--ckpt-format torch_dist``.
 
-Each parameter has two tensors of its shape, sharded like it: the mean loss of the ranks that push
-its gradient, and the servers' loss. Each rank takes the mean both when it saves and when it loads.
-So a job that goes on computes the same bits as a job that resumes. The sum of the losses over all
-ranks, which later steps add to the parameter, does not change.
+A checkpoint has two tensors per parameter, of the parameter's shape, sharded like the parameter:
+the mean loss of the ranks that push its gradient, and the servers' loss. Each rank takes the mean
+both when it saves and when it loads. So a job that goes on computes the same bits as a job that
+resumes. The sum of the losses over all ranks, which later steps add to the parameter, does not
+change.
 
 With ``--dpu-feedback-per-rank`` there is a tensor for each rank instead, and saving changes
 nothing. On loading with n ranks, rank i takes the sum of the losses saved by ranks i, i + n, i + 2n
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .bucket_op import BucketOp
 
 KEY = "dpu_feedback"
-"""Key of the state, and prefix of its tensors' names."""
+"""Key of the losses in a state, and prefix of the names of their tensors."""
 _COPY = "/copy"
 
 
@@ -72,11 +73,12 @@ class _Push:
     name: str
     numel: int
     parts: tuple[tuple[int, int, int], ...]
-    """First element in the bucket, last plus one, and offset of the first in the tensor."""
+    """The ranges: first element in the bucket, last element plus one, and the first element's
+    offset in the tensor."""
     group: tuple[int, ...]
     """Ranks that push the same elements."""
     place: int
-    """Index of this rank among them."""
+    """Index of this rank in `group`."""
     owed: _Owed
 
 
@@ -90,8 +92,9 @@ class _Box:
     name: str
     """Name of the parameter in a checkpoint; each layer and expert has its own."""
     copy: tuple[int, ...]
-    """Identifies a copy of the parameter. Pipeline stages may have copies, whose gradients are
-    added; so may tensor-parallel ranks, whose gradients are equal. All 0: the first copy."""
+    """Identifies a copy of the parameter; all numbers are 0 for the first copy. Pipeline stages may
+    have copies, whose gradients are added. Tensor-parallel ranks may have copies, whose gradients
+    are equal."""
     place: ShardedTensor
     """Place in the parameter's global tensor."""
 
@@ -140,7 +143,7 @@ class _Loading:
 
 
 _loading: _Loading | None = None
-"""None: no checkpoint is being loaded, or it has no losses."""
+"""The checkpoint that is being loaded. None: no checkpoint is, or it has no losses."""
 
 
 def save(state: dict[str, Any], *, per_rank: bool) -> None:
@@ -274,7 +277,7 @@ def _wanted(
         wanted = []
         for number, factor in saved[key].wanted(push.place, owed.pushers):
             tensor = box.of_rank(key, number, tensors, _blank(box))
-            if tensors < was.pushers:  # Loaded by all ranks.
+            if tensors < was.pushers:  # All ranks load this tensor.
                 tensor = replace(tensor, replica_id=push.place)
             factor *= weight / was.pushers if was.average else weight
             wanted.append((tensor, factor, False))
@@ -282,7 +285,7 @@ def _wanted(
             factor = 1.0 if owed.servers else weight
             wanted.append((box.of_servers(key, _blank(box)), factor, owed.servers))
         for tensor, factor, to_servers in wanted:
-            # Loaded by other ranks too.
+            # Other ranks load this tensor, too.
             loaded = replace(tensor, replica_id=1) if is_alike else tensor
             yield _Asked(box=box, factor=factor, to_servers=to_servers), loaded
 
@@ -316,8 +319,8 @@ def _agreed(
 
 def _boxes(state: Mapping[str, Any]) -> tuple[list[_Box], dict[str, _Owed | None]]:
     """Return the boxes that this rank pushes with feedback, and the form in which each parameter's
-    losses are saved (None: not saved). Only one of the ranks that push the same elements gives the
-    form.
+    losses are saved (None: not saved). Of the ranks that push the same elements, only one returns
+    the form.
 
     Parameters whose saved parts are not contiguous are left out.
     """

@@ -2,11 +2,11 @@
 
 """Overlap of parameter pulls with the next forward pass.
 
-``--overlap-param-gather`` with ``--dpu-optimizer`` enables it; in a DDP config
+``--overlap-param-gather`` with ``--dpu-optimizer`` enables this overlap; in a DDP config,
 ``dpu_optimizer_overlap`` does. A step then returns when it knows the norm and has asked the servers
-for its parameters. Servers answer bucket by bucket, first layers first, and a hook before each
-module's forward pass waits for the module's parameters. So links carry gradients during the
-backward pass and parameters during the forward pass.
+for the parameters. Servers answer bucket by bucket, those of the first layers first, and a hook
+before each module's forward pass waits for the module's parameters. So links carry gradients during
+the backward pass and parameters during the forward pass.
 
 Code that reads parameters elsewhere must call ``wait_for_parameters`` of this package first.
 Saving, loading, ``state_dict()`` and the end of training do so.
@@ -35,8 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 def is_wanted(chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Return whether steps return while parameters are in flight. Rank 0 logs the reason if this
-    was requested but is impossible."""
+    """Return whether steps return while parameters are in flight. If this was requested but is
+    impossible, rank 0 logs the reason."""
     if not any(chunk.ddp_config.dpu_optimizer_overlap for chunk in chunks):
         return False
     obstacle = ""
@@ -66,7 +66,7 @@ def _buckets(chunks: Sequence[DistributedDataParallel]) -> Iterator[_ParamAndGra
 
 
 def _lands_in_parameters(bucket: _ParamAndGradBucket) -> bool:
-    """Return whether updated parameters are pulled directly into their place."""
+    """Return whether updated parameters are pulled straight into the model's memory."""
     wire = bucket.dpu_reduce_op.wire
     return wire.is_block or all(wire.memory == one.dtype for one in bucket.params_list)
 

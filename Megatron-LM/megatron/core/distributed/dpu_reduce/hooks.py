@@ -38,7 +38,7 @@ def initialize(args: Namespace | None = None) -> None:
     call it.
 
     Args:
-        args: Megatron's arguments, whose flag decides; None: start it.
+        args: Megatron's arguments, whose flag decides; None: start BytePS in any case.
 
     Raises:
         RuntimeError: BytePS is not installed, or its ranks differ from torch.distributed's.
@@ -116,8 +116,8 @@ def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
 
 
 def make_server_optimizer(*arguments: Any) -> Any:
-    """Call :func:`.server_making.make_server_optimizer`, if `keeps_optimizer`. Imported here
-    because it needs ``megatron.core``'s optimizers, which import this package."""
+    """Call :func:`.server_making.make_server_optimizer`; only if `keeps_optimizer`. The import is
+    here, because that module needs ``megatron.core``'s optimizers, which import this package."""
     from .server_making import make_server_optimizer as make
 
     return make(*arguments)
@@ -154,8 +154,9 @@ def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
 
 
 def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
-    """Add rounding losses to a state that is about to be saved: see :mod:`.feedback_state`. If they
-    are not saved they are dropped, so that this job computes the same bits as a resumed job."""
+    """Add rounding losses to a state that is about to be saved: see :mod:`.feedback_state`. If the
+    checkpoint cannot have them, drop them, so that this job computes the same bits as a resumed
+    job."""
     if getattr(args, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         return
     if args.no_save_optim or job.replicas() > 1:
@@ -168,8 +169,8 @@ def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
 def ask_for_feedback(
     args: Namespace, state: dict[str, Any], common: Mapping[str, Any] | None
 ) -> None:
-    """Request rounding losses from a checkpoint that is about to be loaded. `common`: its common
-    part, or None if there is no checkpoint."""
+    """Request rounding losses from a checkpoint that is about to be loaded. `common`: common part
+    of the checkpoint, or None if there is no checkpoint."""
     if common is None or not _resumes_feedback(args) or job.replicas() > 1:
         return
     from .feedback_state import ask
@@ -241,8 +242,8 @@ def leaves_out_step(
 
 
 def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that builds datasets and caches their indices in files: replica 0 builds
-    first, and the others, which may share its files, read them."""
+    """Decorate a function that builds datasets and caches their indices in files. Replica 0 builds
+    first; the other replicas, which may share the files, then read them."""
 
     @functools.wraps(build)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -282,7 +283,7 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
     Args:
         received: for each rank of this replica, whether it received the signal. With replicas, the
-            job ends if all of them received it; otherwise those that did leave.
+            job ends if all replicas received the signal. Otherwise only these replicas leave.
     """
     told = any(received)
     if job.replicas() == 1 or not outer_steps.meets(args):
@@ -292,7 +293,8 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
     """Return a non-zero flag if a rank of any replica wants to end the job. Replicas agree only at
-    iterations after which they meet; at others the result is 0. `flag` is changed in place."""
+    iterations after which they meet; at other iterations the result is 0. `flag` is changed in
+    place."""
     if job.replicas() == 1:
         return flag
     if not outer_steps.meets(args):
@@ -379,7 +381,7 @@ def shutdown(args: Namespace | None = None) -> None:
     other ranks. Safe to call more than once, and if BytePS was never started.
 
     Args:
-        args: Megatron's arguments, whose flag decides; None: leave.
+        args: Megatron's arguments, whose flag decides; None: leave in any case.
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return

@@ -87,7 +87,7 @@ def forget() -> None:
 
 
 def joined() -> Job:
-    """Return the values that ranks have exchanged. Only after :func:`initialize`."""
+    """Return the values that ranks have exchanged. Call this only after :func:`initialize`."""
     assert _job is not None
     return _job
 
@@ -222,7 +222,7 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
             average=False,
             name=f"replicas/{what}/{total.numel()}",
             group=peers(),
-            in_order=True,  # For the same bits on all peers, and in each run.
+            in_order=True,  # Gives the same bits on all peers, and in each run.
         )
         bps.synchronize(handle)
         tensor.copy_(total.view(tensor.shape).to(tensor.dtype))
@@ -232,8 +232,8 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
 def all_want(wanted: bool, what: str) -> bool:
     """Return whether all present replicas want something; see :func:`sum_over_replicas`."""
     wishes = sum_over_replicas(torch.tensor([float(wanted)]), what, always=True)
-    # With absent replicas the sum is scaled up. If a present replica does not want it, the sum is
-    # still smaller by at least 1.
+    # If replicas are absent the sum is scaled up. If a present replica does not want what is asked,
+    # the sum is still smaller by at least 1.
     return bool(wishes.item() > _count - 0.5)
 
 
@@ -246,9 +246,9 @@ def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def agreed(value: Any) -> Any:
-    """Return the mean over replicas of a number that each has computed from the same gradients. It
-    makes the number bit-identical even if collectives add in different orders. A tensor is changed
-    in place."""
+    """Return the mean over replicas of a number that each replica has computed from the same
+    gradients. The mean is bit-identical on all replicas, even if their collectives add in different
+    orders. A tensor is changed in place."""
     if isinstance(value, torch.Tensor):
         return mean_over_replicas(value, "norm")
     if _count == 1 or not _each_step:
@@ -269,8 +269,8 @@ def replicas_are_alike(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def saved_buffers(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield buffers that are part of a checkpoint. These are trained (biases of routers, for
-    example); others are scratch memory of a step."""
+    """Yield buffers that are part of a checkpoint. Such buffers are trained (biases of routers, for
+    example); other buffers are scratch memory of a step."""
     for chunk in model:
         for module in chunk.modules():
             for name, buffer in module.named_buffers(recurse=False):

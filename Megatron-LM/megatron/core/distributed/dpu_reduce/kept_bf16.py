@@ -18,7 +18,7 @@ class KeptBf16:
     patterns: tuple[re.Pattern[str], ...] = ()
     """Patterns of parameter names."""
     least_bytes: int | None = None
-    """Parameters whose gradients have fewer bytes also stay bf16; None: BytePS's default."""
+    """Limit in bytes: parameters with smaller gradients also stay bf16. None: BytePS's default."""
 
 
 def parse(words: Sequence[str] | None) -> KeptBf16:

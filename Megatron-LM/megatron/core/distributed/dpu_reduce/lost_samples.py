@@ -16,11 +16,12 @@ from . import bytepslib, job
 _told: set[int] = set()
 """Replicas whose loss this process has logged, until they are back."""
 _told_until: int | None = None
-"""Number of consumed samples up to which losses were logged; None: no step yet."""
+"""Number of consumed samples up to which losses were logged; None before the first step."""
 
 
 def begin(args: Namespace) -> None:
-    """Start here after joining other replicas, which have logged earlier losses."""
+    """Begin with the current sample, after this replica has joined others: they have logged earlier
+    losses."""
     global _told_until
     _told_until = args.consumed_train_samples
 

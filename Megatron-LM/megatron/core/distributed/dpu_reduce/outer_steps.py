@@ -2,16 +2,17 @@
 
 """``--dpu-outer``: replicas step on their own, and exchange parameters once in many steps.
 
-Replicas exchange the parameters that the inner optimizers step: fp32, on each rank those that it
-owns, possibly none. Saved buffers (biases of routers, for example) are averaged over replicas at
-the same time. :mod:`byteps.torch.diloco` does the arithmetic. The number of steps is saved, so that
-a resumed job exchanges at the same steps as an uninterrupted job. Everything is exchanged before a
-checkpoint is saved, so that all replicas have the saved model.
+Replicas exchange the fp32 parameters that the inner optimizers step. A rank exchanges the
+parameters that it owns, possibly none. Saved buffers (biases of routers, for example) are averaged
+over replicas at the same time. :mod:`byteps.torch.diloco` does the arithmetic. The number of steps
+is saved, so that a resumed job exchanges at the same steps as an uninterrupted job. Everything is
+exchanged before a checkpoint is saved, so that all replicas have the saved model.
 
 When ``--dpu-quorum`` replicas have reached an exchange, a slower replica skips its remaining steps:
-it reads past their samples, and exchanges the result of fewer steps. Until the next exchange it
-plans as many steps as it had time for. It adds a step after it has waited longer than a step takes,
-and tries one from time to time. So a slow replica stays in the job, and costs the others little.
+it reads past the samples of these steps, and exchanges the result of fewer steps. Until the next
+exchange it plans as many steps as it had time for. It plans one step more after it has waited
+longer than a step takes, and from time to time as a trial. So a slow replica stays in the job, and
+costs the other replicas little.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class OuterSteps:
         takes its state from another one, so parameters are not compared."""
         self._model, self._optimizers = model, list(inner(optimizer))
         self.done = done
-        """Number of local steps made. Counted here, because a rank may own no exchanged
+        """Number of local steps made. This object counts them, because a rank may own no exchanged
         parameters."""
         outer = outer_settings.parse(args.dpu_outer)
         every, fragments = outer.steps, outer.fragments
@@ -139,7 +140,7 @@ def inner(optimizer: Any) -> Iterator[Any]:
 
 
 def stepped(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the parameters that its torch optimizer steps."""
+    """Yield the parameters that the torch optimizer of this Megatron optimizer steps."""
     for group in optimizer.optimizer.param_groups:
         yield from group["params"]
 
@@ -184,8 +185,8 @@ def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> 
 
 
 def before_join(model: Sequence[Any]) -> None:
-    """Call on all ranks of the other replicas before a replica joins: nothing is in flight
-    afterwards, and each rank has all parameters.
+    """Finish the exchanges before a replica joins. All ranks of the other replicas call this.
+    Afterwards nothing is in flight, and each rank has all parameters.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
@@ -199,8 +200,8 @@ def before_join(model: Sequence[Any]) -> None:
 
 
 def end_exchanges() -> None:
-    """Finish the exchanges in flight before this replica leaves, so that its pushes reach the
-    others.
+    """Finish the exchanges in flight before this replica leaves, so that its pushes reach the other
+    replicas.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
@@ -275,7 +276,7 @@ def _resume(args: Namespace) -> None:
     try:
         _running.load(path)
     except (OSError, ValueError) as error:
-        # All replicas read the same file, so they all fail alike.
+        # All replicas read the same file, so all of them fail in the same way.
         print(
             f"dpu_reduce: the outer momentum begins at 0, since {path} cannot be used: {error}",
             flush=True,
@@ -301,9 +302,9 @@ class _Pace:
     computed: int = 0
     """Number of steps since the last exchange began."""
     most: int | None = None
-    """Limit for this number; None: no limit."""
+    """Limit for `computed`; None: no limit."""
     awaited: bool = False
-    """Whether others have waited for this replica since the last exchange began."""
+    """Whether other replicas have waited for this one since the last exchange began."""
     quiet: int = 0
     """Number of exchanges without a wait since `most` changed."""
     began: float = 0.0
@@ -326,8 +327,8 @@ def leaves_out(
     the learning rate, and made an exchange if it was due. All ranks of a replica call this.
 
     Args:
-        data: the rank's iterator, or a list with the iterator of each model chunk; None if it reads
-            no data.
+        data: the rank's iterator, or a list with the iterator of each model chunk; None if this
+            rank reads no data.
 
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
@@ -383,8 +384,8 @@ def _iterators(data: Any) -> Iterator[Any]:
 
 
 def _agree() -> tuple[bool, bool]:
-    """Return whether others wait for an exchange of any rank of this replica, and whether all its
-    ranks waited for others in the last exchange."""
+    """Return whether other replicas wait for an exchange of any rank of this replica, and whether
+    all ranks of this replica waited for others in the last exchange."""
     awaited = any(is_of_exchange(name) for name in bytepslib.members.awaited())
     flags = torch.tensor([int(awaited), int(not _pace.had_time)])
     _pace.had_time = False

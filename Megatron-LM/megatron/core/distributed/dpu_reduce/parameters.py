@@ -31,7 +31,7 @@ class Count:
 
     dense: float
     expert: float
-    """Parameters of experts, which are reduced over a group of their own if it differs."""
+    """Number of parameters of experts. Their gradients may be reduced over another group."""
     embedding: float = 0.0
     """Parameters of embeddings and output layers, included in `dense`."""
 
@@ -128,7 +128,7 @@ def _moe_layers(model: Any) -> list[bool]:
 
 
 def _split(kinds: Sequence[str], stages: int) -> list[Sequence[str]]:
-    """Split as evenly as possible, keeping each attention with its MLP."""
+    """Split layers over stages as evenly as possible; each attention stays with its MLP."""
     size = math.ceil(len(kinds) / stages)
     size += size % 2 if kinds and kinds[0] == _ATTENTION else 0
     return [kinds[first : first + size] for first in range(0, stages * size, size)]
@@ -237,7 +237,7 @@ def _next_tokens(model: Any, layers: dict[str, _Part], kinds: Sequence[str]) -> 
 
 
 def _inner(model: Any) -> int:
-    """Return the MLP's size, derived as in Megatron if it is not given."""
+    """Return the hidden size of the MLP. If it is not given, derive it as Megatron does."""
     return int(model.ffn_hidden_size or 4 * model.hidden_size)
 
 
@@ -261,7 +261,7 @@ def _vocabulary(model: Any) -> int:
 
 
 _USUAL_VOCABULARY = 128256
-"""Used if the size would have to be read from a tokenizer."""
+"""Vocabulary size that is assumed if the real size would have to be read from a tokenizer."""
 
 
 def _is_tied(model: Any) -> bool:
@@ -292,7 +292,7 @@ class Parallelism:
     expert_weight_shards: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the ranks cannot be split so."""
+        """Raise ValueError if the ranks cannot be split in this way."""
         for what, size in (
             ("tensor x pipeline x context parallelism", self._dense),
             ("expert, expert tensor and pipeline parallelism", self._sparse),
@@ -358,7 +358,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class NotMegatrons(Exception):
-    """Megatron rejects the arguments; the text is Megatron's."""
+    """Raised if Megatron rejects the arguments; the text is Megatron's."""
 
 
 def parse(
@@ -391,7 +391,7 @@ def parse(
             return _parse(words, {**variables, **more}, architecture)
         except NotMegatrons as error:
             reasons.append(error)
-    # If the first attempt got past that variable, the second error is only about it.
+    # Prefers an error that is not about CUDA_DEVICE_MAX_CONNECTIONS: the other attempt got further.
     raise next((one for one in reasons if _CONNECTIONS not in str(one)), reasons[0])
 
 
@@ -437,7 +437,8 @@ def _answers(architecture: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _modules_that_are_asked_for() -> Iterator[None]:
-    """Provide optional packages that a recipe names if they are missing: they are only imported."""
+    """Provide stand-ins for optional packages that a recipe names and that are missing. Megatron
+    only imports them."""
     name = "nvidia_resiliency_ext"
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         yield
@@ -461,8 +462,8 @@ def _no_warnings() -> Iterator[None]:
 
 
 def _pad_vocabulary(args: Namespace) -> None:
-    """Set the padded vocabulary size. Megatron pads its tokenizer's vocabulary, but the tokenizer
-    is not read here."""
+    """Set the padded vocabulary size. Megatron computes it from the tokenizer, which is not read
+    here."""
     if getattr(args, "padded_vocab_size", None) is None and getattr(args, "vocab_size", None):
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Plans a DDP when it is built: each bucket gets its operation, and servers get its declaration."""
+"""Plans a DDP when it is built: gives each bucket its operation, and declares it to the servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
-    """Declare all sums with one message per server, so that the first step does not wait for this.
+    """Declare all sums with one message per server, so that the first step need not declare them.
 
     Raises:
         byteps.torch.BytePSError: a server does not answer, or members disagree about a bucket.
@@ -46,8 +46,8 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
         grads = bucket.grad_data
         if op.route == bytepslib.routes.COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
             continue
-        # Only sums of every step are declared. The whole of a bucket that the optimizer shards is
-        # rarely summed, and its first sum declares it.
+        # Only sums that every step makes are declared. If the optimizer shards a bucket, the whole
+        # bucket is rarely summed, and its first sum declares it.
         if op.kept is not None:
             declarations.append(op.kept.declaration(op, grads, average=average))
         sums = op.node_shards or op.node_whole
@@ -215,8 +215,9 @@ def _kinds(
 
 def _wait_for_collectives_alone(groups: Sequence[_ParamAndGradBucketGroup]) -> None:
     """Adjust waits between bucket groups. With ``reduce_scatter_with_fp32_accumulation`` a bucket
-    group waits for the group before it, whose all-to-all holds memory as large as the bucket. A sum
-    through servers holds none, so waiting for it would be too early."""
+    group waits for the group before it, because the all-to-all of that group holds memory as large
+    as its bucket. A sum through servers holds no such memory, so a wait for it at this point would
+    be too early."""
     before: _ParamAndGradBucketGroup | None = None
     for group in groups:
         linked = group.previous_grad_reduce_bucket_group is not None
@@ -268,7 +269,7 @@ def _register_buffer(
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
             kept = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)
-            if op.updated and kept is not None:  # Parameters are pulled in their own type.
+            if op.updated and kept is not None:  # These parameters are pulled in their own type.
                 kept = replace(kept, itemsize=buffer.param_dtype.itemsize)
             op = replace(op, kept=kept)
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)

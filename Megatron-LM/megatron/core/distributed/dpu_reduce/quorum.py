@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-quorum REPLICAS@SECONDS``: how long replicas wait for the others."""
+"""``--dpu-quorum REPLICAS@SECONDS``: how long replicas wait for slower replicas."""
 
 from __future__ import annotations
 

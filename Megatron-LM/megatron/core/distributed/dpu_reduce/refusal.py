@@ -24,9 +24,9 @@ class Refusal:
     allowed: tuple[Any, ...] = (False, None)
     """Accepted values; ignored if ``refused`` is given."""
     refused: tuple[Any, ...] = ()
-    """Refused values, also within a list; all others are accepted."""
+    """Refused values, also within a list; all other values are accepted."""
     allowed_like: str = ""
-    """Another attribute whose value is accepted too."""
+    """Name of another attribute: the value of that attribute is accepted, too."""
 
     def applies_to(self, value: object, source: object) -> bool:
         if self.refused:

@@ -62,8 +62,8 @@ _WHOLE_PARAMETERS: tuple[Refusal, ...] = (
         allowed_like="expert_tensor_parallel_size",
     ),
 )
-"""Parameter layouts that --dpu-optimizer refuses, in the arguments, the DDP config or the
-model's."""
+"""Parameter layouts that --dpu-optimizer refuses, in the arguments, the DDP config or the config of
+the model."""
 
 
 _OPTIMIZER_REFUSALS: tuple[Refusal, ...] = (
@@ -239,13 +239,13 @@ def refuse(args: Namespace) -> None:
 
 
 def validate_args(args: Namespace) -> None:
-    """Check that the arguments are compatible with BytePS gradient sums, if they ask for them.
+    """Check that the arguments are compatible with BytePS gradient sums, if these are requested.
 
     Called once Megatron has renamed and derived its arguments, so that each setting has one name.
 
     Raises:
-        ValueError: an argument cannot be combined with ``--use-dpu-reduce``; the text has both and
-            the reason.
+        ValueError: an argument cannot be combined with ``--use-dpu-reduce``; the text names both
+            flags and the reason.
         RuntimeError: BytePS is not installed.
     """
     refuse(args)
@@ -253,7 +253,7 @@ def validate_args(args: Namespace) -> None:
         return
     bytepslib.load()
     if getattr(args, "use_torch_fsdp2", False):
-        # Its DDP config has none of this package's fields, so no wrapper logs this.
+        # The DDP config of torch FSDP2 has none of this package's fields, so no wrapper logs this.
         _say_that_collectives_stay("torch FSDP2", getattr(args, "rank", 0))
 
 
@@ -290,8 +290,8 @@ def validate_model_config(
 
 
 def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> None:
-    """Call when a fully sharded wrapper is built: it reduces its gradients itself, and rank 0 logs
-    this. With hybrid sharding, sums over replicas of the model may go to servers.
+    """Call when a fully sharded wrapper is built. Rank 0 logs that the wrapper reduces its
+    gradients itself. With hybrid sharding, sums over replicas of the model may go to servers.
 
     Args:
         ddp_config: config of the wrapper.
@@ -309,7 +309,8 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
     replicas = 1
     if wrapper == REPLICATED and has_replicas(ddp_config):
         replicas = ddp_config.num_distributed_optimizer_instances
-        bytepslib.reductions.joined()  # All ranks are here now; in a backward pass they may not be.
+        # All ranks must join together. They are all here now; in a backward pass they may not be.
+        bytepslib.reductions.joined()
     _say_that_collectives_stay(wrapper, torch.distributed.get_rank(), replicas)
 
 
@@ -327,8 +328,8 @@ def has_replicas(source: Any) -> bool:
 
 
 def left_by(wrapper: str, source: Any) -> str:
-    """Return a text on the reductions that a fully sharded wrapper keeps, by the arguments or a DDP
-    config."""
+    """Return a text that says which reductions a fully sharded wrapper makes itself. `source`: the
+    arguments or a DDP config."""
     if wrapper == REPLICATED and has_replicas(source):
         return (
             f"{wrapper} shards gradients by itself. Its all-reduce over "

@@ -2,13 +2,14 @@
 
 """Handles replicas that leave, are lost, or come back, between two steps.
 
-After each step at which replicas meet, a small sum over them tells which replicas are there, which
-leave, and whether a replica joins. Samples that sums have lacked are logged and recorded. A replica
-joins while all others wait; the first replica sends it the state (:mod:`.replica_state`).
+After each step at which replicas meet, a small sum over all replicas tells which replicas are
+there, which leave, and whether a replica joins. Samples that sums have lacked are logged and
+recorded. A replica joins while all others wait; the first replica sends the state to it
+(:mod:`.replica_state`).
 
 A machine that is about to be reclaimed sends SIGTERM to its processes. When any rank of a replica
-receives it, the replica finishes its current step and leaves. Its pushes count, and the others go
-on without waiting for it.
+receives the signal, the replica finishes its current step and leaves. The pushes of this replica
+count, and the other replicas go on without waiting for it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 3.0
-"""Time for a rank of a removed replica to end by the error that has the reason."""
+"""Time in seconds that a rank of a removed replica gets to end by the error that has the reason."""
 
 _before: dict[int, Any] = {}
-"""Megatron's handlers, by signal."""
+"""Megatron's signal handlers, by signal number."""
 
 
 class _Notice:
@@ -108,8 +109,8 @@ def wait_for_training(args: Namespace) -> None:
 
 
 def _end_loaders() -> None:
-    """Kill the processes that load data. They ignore SIGTERM, which the interpreter would send
-    them, and then it would wait for them for ever."""
+    """Kill the processes that load data. These processes ignore SIGTERM. The interpreter would send
+    them SIGTERM at its end, and then wait for ever."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
@@ -151,9 +152,9 @@ def leaves() -> bool:
 
 
 def wants_to_end(flag: bool) -> bool:
-    """Return whether a rank of this replica was asked to end. If not all replicas were, this
-    replica then leaves after this iteration. Signals that arrive later do not count in this
-    iteration: otherwise all replicas could leave, and none would save a checkpoint.
+    """Return whether a rank of this replica was asked to end. If so, and if some replica was not
+    asked, this replica leaves after this iteration. Signals that arrive later do not count in this
+    iteration: otherwise all replicas could leave, and no replica would save a checkpoint.
 
     Args:
         flag: whether Megatron's own handler received its signal on any rank of this replica.
@@ -306,8 +307,8 @@ def _admit(
     rank = torch.distributed.get_rank()
     outer_steps.before_join(model)
     torch.distributed.barrier()
-    # All ranks of this replica are between two steps; after this sum, all ranks of all replicas
-    # are.
+    # All ranks of this replica are between two steps now. After this sum, all ranks of all replicas
+    # are between two steps.
     if rank == 0:
         job.sum_over_replicas(torch.zeros(1), "rest", always=True)
     torch.distributed.barrier()
@@ -316,7 +317,7 @@ def _admit(
         state = replica_state.State(args, model, optimizer, scheduler)
         state.give(job.peers()[choice.joiner], f"join/{choice.life}", iteration, operations)
     _compare(model)
-    # Clears replicas missing from these sums, which belong to no step.
+    # Clears the replicas that were missing in these sums, since the sums belong to no step.
     bytepslib.members.take_missing()
     if rank == 0:
         what = "has joined" if view is not None else "was lost before it had joined"

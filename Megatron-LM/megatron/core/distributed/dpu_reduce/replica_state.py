@@ -2,9 +2,10 @@
 
 """The training state that a joining replica takes from another replica.
 
-Each rank takes it from the rank with the same index. First comes a dictionary with the schedule,
-the loss scale and the random state. Then come tensors, bit for bit: parameters, buffers, the
-optimizer's parameters and moments, and with ``--dpu-outer`` the outer parameters and momentum.
+Each rank takes the state from the rank with the same index in the other replica. First comes a
+dictionary with the schedule, the loss scale and the random state. Then come tensors, bit for bit:
+parameters, buffers, the optimizer's parameters and moments, and with ``--dpu-outer`` the outer
+parameters and momentum.
 
 With ``--dpu-optimizer`` replica 0 loads the initial state into the servers. A joining replica pulls
 the parameters from the servers and needs no moments. From another replica it takes the number of
@@ -63,7 +64,7 @@ _COUNTED = (
 
 
 class State:
-    """The state of this rank, to be given or taken."""
+    """The training state of this rank, which it gives to another rank or takes from one."""
 
     def __init__(
         self, args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any
@@ -73,9 +74,9 @@ class State:
         self._optimizers = list(outer_steps.inner(optimizer))
         self._on_servers = list(kept_by_servers(self._optimizers))
         self.megabytes = 0.0
-        """Amount that was given or taken."""
+        """Number of megabytes that were given or taken."""
         self.megabytes_of_servers = 0.0
-        """Amount that came from the servers."""
+        """Number of megabytes that came from the servers."""
 
     def give(self, rank: int, name: str, iteration: int, operations: float) -> None:
         """Send the state to the rank with the same index in the joining replica.
@@ -122,7 +123,7 @@ class State:
             setattr(self._args, what, value)
         for one, told in zip(self._optimizers, facts["optimizers"], strict=True):
             _make_room(one, told)
-        # load_state_dict adds the loaded steps to these, which may be from a checkpoint.
+        # load_state_dict adds the loaded steps to num_steps, which may be from a checkpoint.
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:

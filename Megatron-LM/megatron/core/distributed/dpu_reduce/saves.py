@@ -2,10 +2,11 @@
 
 """Checkpoints that one replica saves for all.
 
-All replicas save at the same iteration. A small sum tells which of them are present and stay: any
-may have been lost in the last step, or be about to leave. The first staying replica saves while the
-others wait, and a second sum tells whether it succeeded. If it was lost, the next replica saves. So
-a job that goes on, or ends with status 0, has the checkpoint.
+All replicas save at the same iteration. A small sum tells which replicas are present and stay,
+since a replica may have been lost in the last step, or be about to leave. The first staying replica
+saves while the others wait, and a second sum tells whether the save has succeeded. If the saving
+replica was lost, the next replica saves. So a job that goes on, or ends with status 0, has the
+checkpoint.
 
 With ``--async-save`` the second sum only tells that the save has begun. The end of training checks
 that the last checkpoint was written.
@@ -35,7 +36,7 @@ class _Begun:
 
 
 _begun: _Begun | None = None
-"""The last checkpoint begun; None: it is known to be complete."""
+"""The checkpoint that was begun last; None if it is known to be complete."""
 
 
 def forget() -> None:
@@ -87,7 +88,7 @@ def save_once(
             saver = -1  # The saving replica was lost: the next one saves.
     if getattr(args, "async_save", False):
         _begun = _Begun(saver=saver, iteration=iteration, folder=args.save)
-    # Clears replicas missing from these sums, which belong to no step.
+    # Clears the replicas that were missing in these sums, since the sums belong to no step.
     bytepslib.members.take_missing()
 
 
@@ -121,8 +122,8 @@ def finish() -> None:
 
 
 def _names(folder: str, iteration: int) -> bool:
-    """Return whether a folder names this checkpoint as its last. Megatron writes that once a
-    checkpoint is complete."""
+    """Return whether a folder names this checkpoint as its last one. Megatron writes the name of a
+    checkpoint into the folder once the checkpoint is complete."""
     try:
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt")) as file:
             return file.read().strip() == str(iteration)

@@ -99,8 +99,9 @@ def make_server_buckets(
 ) -> list[ServerBucket]:
     """Lay the bucket's parameters end to end, like its gradients, and declare them.
 
-    If gradients travel in blocks of few bits, those that are kept as bf16 form a separate bucket.
-    It is the first, because it takes its gradients out of the common memory as it sends them.
+    If gradients travel in blocks of few bits, the gradients that are kept as bf16 form a separate
+    bucket. This bucket is the first, because it takes its gradients out of the common memory as it
+    sends them.
 
     Args:
         bucket: a bucket with a ``dpu_reduce_op``. Its gradient data may move later, but must keep
@@ -250,8 +251,8 @@ def _spec(
 
 
 def are_updated(bucket_group: _ParamAndGradBucketGroup) -> bool:
-    """Return whether servers update the parameters of a group, all or none of which stay on the
-    ranks."""
+    """Return whether servers update the parameters of a bucket group. They update all of its
+    parameters, or none."""
     return any(bucket.dpu_reduce_op.updated for bucket in bucket_group.buckets)
 
 
@@ -301,13 +302,14 @@ def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
 
 
 # Gradient norms of a step, from the sums of squares in the servers' answers. Megatron clips some
-# parameters by a norm of their own, for example detached heads of multi-token prediction. Their
-# buckets hold nothing else (see `.summed_later`).
+# parameters by a norm of their own, for example detached heads of multi-token prediction. The
+# buckets of such parameters hold no other parameters (see `.summed_later`).
 
 
 _Group = torch.distributed.ProcessGroup
 _NAMES = (None, *SEPARATE_GRAD_NORM_GROUPS)
-"""Names of the norms. None is the main norm, of all gradients without one of their own."""
+"""Names of the norms. None stands for the main norm, of all gradients that have no norm of their
+own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +333,8 @@ def norm_group_of(bucket: ServerBucket) -> str | None:
     """Return the name of the norm by which a bucket's gradients are clipped.
 
     Raises:
-        ValueError: its parameters have different norms: they were marked after DDP was built.
+        ValueError: parameters of the bucket have different norms, because they were marked after
+            DDP was built.
     """
     names = {getattr(place.parameter, GRAD_NORM_GROUP_ATTR, None) for place in bucket.places}
     if len(names) > 1 or not names <= set(_NAMES):
@@ -356,7 +359,7 @@ def norms_of(
 
     Args:
         kinds: this rank's buckets, dense and expert, and for each kind the ranks that hold the
-            parts of one replica of the model. All of them call this.
+            parts of one replica of the model. All these ranks call this.
         norm_of: result of `norm_group_of` for each bucket.
         scale: factor for the gradients that undoes loss scaling.
         device: device of exchanged tensors.
@@ -381,7 +384,7 @@ def _parts(
         squares[norm_of[bucket]] += bucket.squares
     mine = [math.fsum(squares[name]) for name in _NAMES]
     mine.append(float(sum(bucket.zeros for bucket in buckets)))
-    if buckets:  # If the ranks of a host sum first, each rank has its own parts.
+    if buckets:  # If the ranks of a host sum first, each rank has the sums of its own parts only.
         mine = [math.fsum(one) for one in zip(*buckets[0].of_host(mine), strict=True)]
     if group.size() == 1:
         return [mine]

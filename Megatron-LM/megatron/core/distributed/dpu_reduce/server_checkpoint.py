@@ -2,15 +2,15 @@
 
 """Checkpoints of the optimizer on the servers.
 
-Their format is that of Megatron's distributed optimizer with
+The format of these checkpoints is that of Megatron's distributed optimizer with
 ``--dist-ckpt-optim-fully-reshardable``: for each parameter of the model the fp32 values and the
-moments, in the parameter's shape. So each of the two optimizers can resume from the other's
-checkpoint, also in another layout.
+moments, in the parameter's shape. So each of the two optimizers can resume from a checkpoint of the
+other one, also in another layout.
 
 A rank reads and saves the elements that it would own in the distributed optimizer: a range of each
 bucket, and so ranges of parameters. A checkpoint stores boxes of the parameters' global tensors;
-any boxes that cover each tensor once. The saved tensors are copies, so they may be written while
-training goes on. One rank of each group loads.
+any boxes will do that cover each tensor once. The saved tensors are copies, so they may be written
+while training goes on. One rank of each group loads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedBox:
     begin: int
     end: int
     place: ShardedTensor
-    """Its place in the global tensor, without values."""
+    """Place of the box in the global tensor, without values."""
 
     def holding(self, values: torch.Tensor) -> ShardedTensor:
         """Return the box with a copy of these values."""
@@ -84,8 +84,8 @@ def own_replica(replica: ReplicaId, copy: int = 0) -> ReplicaId:
 
 
 def is_saved(model_parameter: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Return whether ranks of this data-parallel group save the parameter, not those of another
-    group."""
+    """Return whether ranks of this data-parallel group save the parameter. If not, ranks of another
+    group do."""
     return is_main_replica(own_replica(model_parameter.replica_id))
 
 
@@ -96,8 +96,8 @@ def with_values(
     *,
     copy: int = 0,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return fp32 values of a whole parameter, sharded like the parameter. One rank saves them;
-    others hold a further `copy`."""
+    """Return fp32 values of a whole parameter, sharded like the parameter. One rank saves these
+    values; other ranks hold a further `copy`."""
     kind = {} if isinstance(model_parameter, ShardedTensorFactory) else {"dtype": values.dtype}
     replica = own_replica(model_parameter.replica_id, copy)
     return replace(model_parameter, key=key, data=values, replica_id=replica, **kind)
@@ -152,8 +152,8 @@ def _boxed(part: ShardedTensor, offset: Shape, size: Shape) -> ShardedTensor:
 SHARDING = "fully_reshardable"
 """Name of this format in the metadata of Megatron's checkpoints."""
 WHOLE = "dpu_optimizer_whole"
-"""Metadata key: the rank that loads also saves everything. Used for copies of a rank's state that
-return to the same rank."""
+"""Key in the metadata: the rank that loads the state also saves all of it. This is for copies of a
+rank's state that return to the same rank."""
 _PREFIX = "optimizer.state"
 
 
@@ -187,14 +187,14 @@ def sharded_state(
     """Return this rank's part of the state of buckets, in the form of Megatron's checkpoints.
 
     Args:
-        buckets: dense or expert ones.
-        param_groups: their parameter groups.
+        buckets: the dense buckets or the expert buckets.
+        param_groups: parameter groups of these buckets.
         model_state: the model's sharded state, which has an entry for each parameter.
         slots: names of the values that servers keep of a parameter.
         steps: number of steps made.
-        is_loading: return tensors to load into, on one rank of each group. Otherwise they hold the
-            servers' values.
-        is_whole: the rank that loads also saves, everything (see `WHOLE`).
+        is_loading: return tensors to load into, on one rank of each group. Otherwise the returned
+            tensors hold the servers' values.
+        is_whole: the rank that loads the state also saves all of it (see `WHOLE`).
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
@@ -257,7 +257,7 @@ def _owned(
             key = f"{_PREFIX}.{name}.{model_parameter.key}"
             if saved_boxes(model_parameter, key, 0, 0) is not None:
                 continue
-            # Cannot be cut: the rank with its first element saves all of it.
+            # This parameter cannot be cut: the rank with its first element saves all of it.
             mine = any(begin <= first < end for begin, end in bucket.owned)
             whole = bucket.gather(slot, first, first + parameter.numel(), wanted=mine)
             if whole is not None:
@@ -290,7 +290,7 @@ _KEPT = "keeps_rates"
 
 
 def keep_rates(state: Any) -> None:
-    """Make loading take an optimizer's rates from its state, not from the arguments
+    """Make a load take an optimizer's rates from the loaded state, not from the arguments
     (``--use-checkpoint-opt_param-scheduler``)."""
     if not isinstance(state, dict):
         return
@@ -335,8 +335,8 @@ def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
 def load(
     buckets: Sequence[ServerBucket], state: Mapping[str, Any], slots: Sequence[str]
 ) -> int | None:
-    """Load a state into the servers, from one rank of each group, and return its number of steps;
-    None if no group has it.
+    """Load a state into the servers, from one rank of each group. Return the state's number of
+    steps, or None if no parameter group has it.
 
     Raises:
         byteps.torch.BytePSError: a server refuses or is lost.

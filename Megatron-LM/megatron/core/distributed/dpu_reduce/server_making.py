@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """View of a model chunk with only a part of its parameters; everything else is unchanged."""
+    """View of a model chunk with only a part of its parameters. All other attributes are those of
+    the chunk."""
 
     def __init__(self, chunk: DistributedDataParallel, *, matrices: bool) -> None:
         self._chunk, self._matrices = chunk, matrices
@@ -51,7 +52,7 @@ class Part:
 
 def whole_gathers(config: OptimizerConfig) -> OptimizerConfig:
     """Return a copy of an optimizer's config without parameter gathers during the forward pass,
-    which DDP does not do here."""
+    since DDP does not make these gathers here."""
     config = copy.copy(config)
     config.overlap_param_gather = False
     return config
@@ -73,7 +74,7 @@ class RanksPart:
             config: type of the optimizer and its options.
             model_chunks: model chunks of this rank.
             config_overrides: Megatron's overrides of options for a part of the parameters.
-            pg_collection: the process groups, or None for those of ``parallel_state``.
+            pg_collection: the process groups; None: the process groups of ``parallel_state``.
         """
         parts: Any = [Part(chunk, matrices=True) for chunk in model_chunks]
         self.config = config
@@ -168,7 +169,8 @@ class RanksAndServers(ChainedOptimizer):
 
     def __init__(self, ranks: RanksPart, served: ServerOptimizer) -> None:
         mine = ranks.optimizer
-        # A subclass of ChainedOptimizer has cut its matrices over ranks, and must stay whole.
+        # A subclass of ChainedOptimizer has cut its matrices over ranks, so it must not be taken
+        # apart.
         parts = mine.chained_optimizers if type(mine) is ChainedOptimizer else [mine]
         super().__init__([*parts, served])
         self._served = served
@@ -190,7 +192,7 @@ class RanksAndServers(ChainedOptimizer):
 
 
 def are_ranks_to_update(config: OptimizerConfig, ddp_config: DistributedDataParallelConfig) -> bool:
-    """Return whether ranks keep the matrices' optimizer.
+    """Return whether ranks keep the optimizer of matrices.
 
     Raises:
         ValueError: model and optimizer have different settings for matrices.

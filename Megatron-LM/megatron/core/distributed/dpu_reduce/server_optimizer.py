@@ -8,8 +8,8 @@ data-parallel sum here: these operations are linear, so their order does not mat
 :meth:`ServerOptimizer.step` sends the gradients. With ``--overlap-grad-reduce``, buckets that those
 operations do not change are sent as soon as the backward pass has computed them.
 
-Servers answer with parameters that hold if nothing is clipped. These are pulled into the gradients'
-memory while later gradients are pushed, and used once the norm is known.
+Servers answer with parameters that are right if nothing is clipped. These parameters are pulled
+into the gradients' memory while later gradients are pushed, and are used once the norm is known.
 
 With ``--overlap-param-gather`` a step returns earlier: each module waits for its own parameters
 when its forward pass begins, as with Megatron's distributed optimizer. See :mod:`.forward_overlap`.
@@ -61,7 +61,7 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
 
 
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
-    """Return Megatron's scaler for this config; None: the loss is not scaled."""
+    """Return Megatron's gradient scaler for this config; None if the loss is not scaled."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:
@@ -104,8 +104,9 @@ class ServerOptimizer(MegatronOptimizer):
             param_groups: groups of all parameters that servers update, the same groups in the same
                 order on every rank.
             dense_group: the ranks that hold the parts of one replica of the dense parameters.
-            expert_group: the same for experts; None if there are none.
-            tp_group: the tensor-parallel ranks; `expert_tp_group`: those of experts.
+            expert_group: the ranks that hold the parts of one replica of the expert parameters;
+                None if there are no experts.
+            tp_group, expert_tp_group: the tensor-parallel ranks of dense and expert parameters.
             pp_group: the pipeline's ranks.
             ranks: the ranks' part of each step, if any.
         """
@@ -296,8 +297,8 @@ class ServerOptimizer(MegatronOptimizer):
         return bytepslib.step_machine.clip_scale(norm, limit) if limit > 0.0 else 1.0
 
     def _note_scale(self) -> None:
-        """Read the loss scale, which may have changed. The step waits for the device here anyway;
-        the backward pass must not."""
+        """Read the loss scale, which may have changed. To read it waits for the device, as the step
+        does anyway; the backward pass must not wait."""
         if self.grad_scaler is not None:
             self._unscale = self.grad_scaler.inv_scale.item()
 
@@ -324,8 +325,8 @@ class ServerOptimizer(MegatronOptimizer):
         return norms_of(kinds, self._norm_of, self._unscale, self._device)
 
     def _load_parameters(self) -> None:
-        """Load the model's parameters into the servers as their initial state. No barrier: servers
-        update only after all ranks have pushed."""
+        """Load the model's parameters into the servers as the initial state. This needs no barrier,
+        because servers update only after all ranks have pushed."""
         for bucket in self._buckets:
             if bucket.is_first:
                 bucket.load_parameters()
@@ -351,8 +352,8 @@ class ServerOptimizer(MegatronOptimizer):
         return self._scale if self.grad_scaler is None else self.grad_scaler.scale
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Start over after the model was loaded without its optimizer: the next step loads its
-        parameters into the servers."""
+        """Start over after the model was loaded without its optimizer. The next step loads the
+        model's parameters into the servers."""
         if state_dict is not None:
             raise ValueError(
                 "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
@@ -386,7 +387,7 @@ class ServerOptimizer(MegatronOptimizer):
     # ------------------------------------------------------------------- replicas
 
     def begin_with_others(self) -> None:
-        """Load the servers' initial state when training begins, so that it exists when a single
+        """Load the servers' initial state when training begins, because it must exist when a single
         replica saves. All ranks of all replicas call this.
 
         Raises:
@@ -439,7 +440,7 @@ class ServerOptimizer(MegatronOptimizer):
         else:
             self._machine.demand_no_failure()
             self._machine.wait_for_parameters()
-            # Code that saves without Megatron's arguments takes this for a plain optimizer.
+            # Code that saves without Megatron's arguments takes this object for a plain optimizer.
             if metadata is not None:
                 server_checkpoint.put_metadata(metadata)
         if not self._loaded and not is_loading:
@@ -465,7 +466,7 @@ class ServerOptimizer(MegatronOptimizer):
             )
             for buckets, groups in self._kinds()
         ]
-        if self.grad_scaler is not None:  # Megatron's optimizers have it in the same place.
+        if self.grad_scaler is not None:  # Megatron's optimizers store it under the same key.
             for part in parts:
                 part["grad_scaler"] = self.grad_scaler.state_dict()
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
@@ -513,8 +514,8 @@ class ServerOptimizer(MegatronOptimizer):
         return ["param", *self._rule.slot_names[1:]]
 
     def _kinds(self) -> list[tuple[list[ServerBucket], list[dict[str, Any]]]]:
-        """Return buckets and groups, dense and expert. Megatron has an optimizer for each
-        of these."""
+        """Return the buckets and parameter groups of dense and of expert parameters. Megatron has
+        an optimizer for each of the two kinds."""
         groups = self.optimizer.param_groups
         kinds = [(self._dense, [g for g in groups if not g["is_expert_parallel"]])]
         if self._expert_group is not None:

@@ -2,7 +2,8 @@
 
 """Cost of reductions per step, for the TensorBoard and wandb writers of ``megatron.training``.
 
-One rank writes, the same as for Megatron's own values, and it writes its own measurements.
+A single rank writes: the rank that writes Megatron's own values. It writes what it has measured
+itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def write(args: Namespace, iteration: int, writer: Any, wandb_writer: Any) -> No
     """Write the metrics of the steps since the last call.
 
     Args:
-        args: Megatron's.
+        args: Megatron's arguments.
         iteration: number of the last iteration.
         writer: TensorBoard's writer.
         wandb_writer: wandb's module, or None.

@@ -10,8 +10,8 @@ Both are clipped by a common norm, and skip the same steps.
 **Gradients that Megatron changes after the backward pass.** ``finalize_model_grads`` sums gradients
 over tensor-parallel ranks (norms, with sequence parallelism) or pipeline stages (embeddings). A
 bucket with such a gradient cannot be sent during the backward pass, only in the optimizer's step.
-These parameters are few, but without separate buffers most buckets would have one. Parameters that
-are clipped by a norm of their own are separate as well.
+Few parameters have such gradients, but without separate buffers most buckets would have such a
+parameter. Parameters that are clipped by a norm of their own get separate buffers as well.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def stays(parameter: torch.Tensor, config: DistributedDataParallelConfig) -> boo
 def are_updated(
     buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig
 ) -> bool:
-    """Return whether servers update the parameters of buckets, all or none of which stay on the
-    ranks."""
+    """Return whether servers update the parameters of buckets. They update all of these parameters,
+    or none."""
     if not config.dpu_optimizer:
         return False
     first = next((p for bucket in buckets for p in bucket.params_list), None)
@@ -78,25 +78,26 @@ Buffers = Mapping[Any, tuple[list[torch.nn.Parameter], list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyOfPart:
-    """Key of a buffer, like Megatron's BufferKey but different from all of these."""
+    """Key of a separate buffer. It is like Megatron's BufferKey, but equal to none of them."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_expert_parallel: bool
     waits: bool
-    """Whether its gradients change after the backward pass."""
+    """Whether Megatron changes the buffer's gradients after the backward pass."""
     norm_group: str | None
-    """Norm of its own by which they are clipped, if any."""
+    """Name of the norm by which the buffer's gradients are clipped; None: the main norm."""
     stays: bool
-    """Whether ranks update its parameters."""
+    """Whether ranks update the buffer's parameters."""
 
 
 class SummedLater:
-    """Tells whether Megatron's finalize_model_grads changes a gradient after the backward pass: it
-    sums gradients over tensor- or pipeline-parallel ranks, or scales all of them.
+    """Tells whether Megatron's finalize_model_grads changes a gradient after the backward pass.
+    That function sums some gradients over tensor- or pipeline-parallel ranks, or scales all
+    gradients.
 
     This class repeats that function's decisions, which are not exposed. A test reads the function's
-    code, and fails if it uses a property that this class does not.
+    code, and fails if the function uses a property that this class does not use.
     """
 
     def __init__(
@@ -144,12 +145,12 @@ def apart(
     """Return the buffers of a new DDP, with separate buffers for gradients that are summed later or
     clipped by a norm of their own, and for parameters that ranks update.
 
-    Gradients that are summed later get no separate buffers if this would not let others be sent
-    earlier: without ``overlap_grad_reduce``, or if all gradients are summed later.
+    Gradients that are summed later get no separate buffers if other gradients could not be sent
+    earlier for it: without ``overlap_grad_reduce``, or if all gradients are summed later.
 
     Args:
         ddp: the DDP, with its config and process groups.
-        buffers: Megatron's buffers, by its key.
+        buffers: Megatron's buffers, by Megatron's key.
         names: names of all parameters of the model.
         config: config of the model.
     """

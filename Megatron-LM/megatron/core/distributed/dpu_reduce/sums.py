@@ -81,9 +81,10 @@ def start_grad_sync(
     This replaces Megatron's all-reduce or reduce-scatter: local gradients are accumulated and
     scaled already. They travel in their own dtype or in ``dpu_reduce_wire_dtype``. With the
     distributed optimizer each rank gets the shard that it owns, and the rest of its bucket is
-    undefined; with ``force_all_reduce`` it gets the whole bucket. With several instances of that
-    optimizer, Megatron sums within each, then across them; here it is a single sum over all
-    members. With ``average_in_collective`` it is the average over the data-parallel group.
+    undefined; with ``force_all_reduce`` each rank gets the whole bucket. With several instances of
+    the distributed optimizer, Megatron sums within each instance, then across instances; this
+    function makes a single sum over all members. With ``average_in_collective`` the result is the
+    average over the data-parallel group.
 
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, like an all-reduce; otherwise ``None``,
@@ -91,7 +92,7 @@ def start_grad_sync(
 
     Raises:
         byteps.torch.BytePSError: a push-pull failed; the text names the peer.
-        RuntimeError: node first, a rank of this host was lost.
+        RuntimeError: with the node-first route, a rank of this host was lost.
     """
     sharded = bool(bucket_group.ddp_config.use_distributed_optimizer and not force_all_reduce)
     average = bucket_group.ddp_config.average_in_collective
@@ -110,7 +111,7 @@ def start_grad_sync(
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
     if op.kept is None:
         return _start_all(bucket, op, sharded=sharded, average=average)
-    # Started first, so that these values do not influence the scale of any block.
+    # The kept values are taken out first, so that they do not influence the scale of any block.
     kept = op.kept.start(op, bucket.grad_data, average=average)
     return kept.after(_start_all(bucket, op, sharded=sharded, average=average))
 
@@ -121,8 +122,8 @@ def _start_all(
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
-    # All buckets have the same priority, since the optimizer needs every bucket. If ranks are not
-    # in step, a newer bucket that overtakes makes both wait for the slowest rank.
+    # All buckets have the same priority, since the optimizer needs every bucket. If a newer bucket
+    # overtook an older one while ranks are not in step, both would wait for the slowest rank.
     handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
@@ -177,8 +178,8 @@ def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
 
 @contextmanager
 def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
-    """Context in which no micro-batch counts as the last, and the call that ends the pass is noted
-    instead of made."""
+    """Context in which no micro-batch counts as the last, and in which the call of
+    ``finalize_model_grads`` that ends the pass is recorded, but not made."""
     first = model[0]
     config = first.config
     names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
@@ -201,9 +202,9 @@ def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
 
 
 def _start_at_once(model: Sequence[Any], force_all_reduce: bool) -> None:
-    """Start all sums through servers before waiting for any. Collectives are left to
-    ``finalize_model_grads``, which starts and awaits one bucket group after another: without a
-    backward pass its gradient counters treat each step as the first."""
+    """Start all sums through servers before any wait. Collectives are left to
+    ``finalize_model_grads``, which starts and awaits one bucket group after another, because
+    without a backward pass its gradient counters treat each step as the first."""
     for chunk in model:
         if not chunk.ddp_config.overlap_grad_reduce:
             continue
@@ -277,7 +278,7 @@ class OuterReduction:
         """Return an event for all sums, which were started on this stream.
 
         Returns:
-            an event: after a wait for it the sums are there, and copied.
+            an event: after a wait for this event, the sums are there, and copied.
         """
         if self._works:
             return _SumsEvent(self._works, copies, stream)
@@ -286,7 +287,7 @@ class OuterReduction:
 
 
 class _SumsEvent:
-    """Replaces a CUDA event."""
+    """Event of sums in flight; replaces a CUDA event."""
 
     def __init__(self, works: Sequence[Any], copies: _Copies, stream: torch.cuda.Stream) -> None:
         self._works, self._copies, self._stream = list(works), list(copies), stream

@@ -33,7 +33,8 @@ class _Setting:
     """A setting for work that ranks need not do."""
 
     name: str
-    """Attribute of the arguments and the DDP config; if it is missing, nothing is to be done."""
+    """Attribute of the arguments and the DDP config. If the attribute is missing, nothing has to be
+    switched off."""
     flag: str
     becomes: Any = False
 
@@ -103,7 +104,8 @@ _READERS = (
     ),
     ("perform_rl_step", "--perform-rl-step"),
 )
-"""Features that read parameters between steps: attribute of the arguments, and flag."""
+"""Features that read parameters between steps, each by its attribute of the arguments and its
+flag."""
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Attributes of the precision-aware optimizer; only that optimizer allows types other than fp32."""
 
@@ -118,7 +120,7 @@ def translate_args(args: Namespace) -> None:
     if getattr(args, "use_dpu_reduce", False) and job.replicas_of(args) > 1:
         _fit_to_replicas(args)
     by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
-    if by_matrix:  # The DDP config has no other source for this.
+    if by_matrix:  # The DDP config gets the value from this argument only.
         args.dpu_optimizer_matrices = False
     if not getattr(args, "dpu_optimizer", False):
         return
@@ -133,10 +135,10 @@ def translate_args(args: Namespace) -> None:
 
 
 def _overlap(args: Namespace) -> str:
-    """``--overlap-param-gather`` becomes ``dpu_optimizer_overlap``: see :mod:`.forward_overlap`.
+    """Replace ``--overlap-param-gather`` by ``dpu_optimizer_overlap``: see :mod:`.forward_overlap`.
 
-    A DDP config must set it explicitly, because custom training loops may read parameters between
-    steps.
+    A DDP config must set ``dpu_optimizer_overlap`` explicitly, because custom training loops may
+    read parameters between steps.
 
     Returns:
         a log message, or an empty string.
@@ -159,10 +161,10 @@ def _overlap(args: Namespace) -> str:
 
 
 def _fit_to_replicas(args: Namespace) -> None:
-    """Change arguments that replicas cannot use. No replica repeats a step: its gradients would be
-    summed with the others' next step. The first replica writes the files that all would write.
-    SIGTERM ends a replica after its step, but must not end its data loaders earlier: see
-    :mod:`.replica_changes`."""
+    """Change arguments that replicas cannot use. No replica may repeat a step, because the
+    gradients of the repeated step would be summed with those of the next step of other replicas.
+    Only the first replica writes files that all replicas would write. SIGTERM ends a replica after
+    its step, and must not end its data loaders earlier: see :mod:`.replica_changes`."""
     args.exit_signal_handler = True
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
@@ -181,8 +183,8 @@ def _fit_to_replicas(args: Namespace) -> None:
 def translate_config[Layout](
     config: DistributedDataParallelConfig, layout: Layout | None
 ) -> Layout | None:
-    """Change a DDP config in the same way, for users of megatron.core without arguments, before DDP
-    is built.
+    """Change a DDP config like `translate_args` changes arguments, for users of megatron.core who
+    have no arguments. Call this before DDP is built.
 
     The optimizer's config is not changed: servers use only its options of the update.
 
