@@ -36,8 +36,8 @@ namespace core {
 // it was given, if the sender is its backup; and a u8 of flags. FETCHED and COPY have a CopyRecord.
 // All but MEET are answered like requests of workers.
 //
-// A server is the primary of one neighbor and the backup of the other; with two servers, of the
-// same.
+// A server is the primary of one neighbor and the backup of the other neighbor. With two servers,
+// both neighbors are the same server.
 //
 // Late messages: a lost server may still send, and may get answers. So a backup gives each life of
 // its primary a pass, and accepts only records with the newest pass; and no two servers use the
@@ -54,7 +54,7 @@ class BackupUser {
   // From now on records go to a backup with this pass, which has nothing yet; 0: there is none.
   // Called with the link's lock held, so that calls come in order: must not call the link.
   virtual void OnBackup(uint64_t pass) = 0;
-  // All the state that will come has come.
+  // The predecessor's state has arrived, or will not arrive.
   virtual void OnFetched() = 0;
 };
 
@@ -79,7 +79,7 @@ class BackupLink {
 
   // ----- work as the primary
 
-  // A member was told that its state is loaded: this server will fetch none.
+  // A member was told that its state is loaded, so this server will fetch no state.
   void HasState() { has_state_ = true; }
   // Sends a record to the backup. Returns the number of the request.
   uint64_t Tell(uint64_t key, const CopyRecord& record, SharedBytes values);
@@ -89,7 +89,7 @@ class BackupLink {
   bool IsCopied();
   // Whether a predecessor's state may still arrive.
   bool Fetches() const { return is_on_ && awaits_; }
-  // Reason why it will not arrive, or "".
+  // Reason why the predecessor's state will not arrive, or "".
   std::string fetch_error();
   // The predecessor's state, and its pass.
   Copies* fetched() { return &fetched_; }
@@ -133,7 +133,7 @@ class BackupLink {
   // State as primary.
   uint64_t pass_ PS_GUARDED_BY(mu_) = 0;  // 0: the backup is lost, or was not met yet
   uint64_t backup_life_ PS_GUARDED_BY(mu_) = 0;
-  uint64_t newest_pass_ PS_GUARDED_BY(mu_) = 0;  // given by backup_life_
+  uint64_t newest_pass_ PS_GUARDED_BY(mu_) = 0;  // newest pass that backup_life_ has given
   std::set<uint64_t> over_ PS_GUARDED_BY(mu_);   // earlier lives of the backup
   bool fetches_ PS_GUARDED_BY(mu_) = false;
   uint64_t fetched_pass_ PS_GUARDED_BY(mu_) = 0;

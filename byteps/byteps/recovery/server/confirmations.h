@@ -14,9 +14,9 @@
 namespace byteps {
 namespace core {
 
-// Every answered sum gets a serial. It is open while its round waits for a member, and while a
-// worker has not confirmed its answer. All members have the sums before the first open serial, of
-// whatever tensor.
+// Every answered sum gets a serial. A serial is open while its round waits for a member, and while
+// a worker has not confirmed the answer. All members have the sums whose serials are below the
+// first open serial, whatever the tensor.
 //
 // Thread-safe.
 class Confirmations {
@@ -37,7 +37,7 @@ class Confirmations {
     }
     ~Hold() { Release(); }
 
-    uint64_t serial() const { return serial_; }  // 0: none
+    uint64_t serial() const { return serial_; }  // 0: this holds no serial
 
    private:
     void Release() {

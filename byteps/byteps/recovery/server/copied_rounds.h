@@ -39,8 +39,8 @@ class CopiedRounds {
 
   bool is_on() const { return backup_ != nullptr; }
 
-  // Hold a round, a step or a load until the backup has the gradients, the decision or the loaded
-  // state. Return false if they need not wait.
+  // Hold a round until the backup has the gradients, a step until it has the decision, or a load
+  // until it has the loaded state. Return false if the round, step or load need not wait.
   bool HoldsRound(Partition* partition, Round* round);
   bool HoldsStep(Partition* partition, const Message& message, const std::string& step,
                  int64_t received);
@@ -59,14 +59,15 @@ class CopiedRounds {
 
  private:
   bool HasCopy(const Partition& partition) const;
-  // Sends a record to the backup, and holds the partition. If it throws, nothing has changed.
+  // Sends a record to the backup, and holds the partition. If this throws, nothing has changed.
   void Tell(Partition* partition, Copying&& what, CopyRecord record, SharedBytes values);
   void TellAll(Partition* partition, Copying&& what);
   void TellFreed(const Partition& partition);
   static LastRound LastOf(Partition* partition);
   // The last update of a partition, whose outcome the backup may not know; null if there is none.
   static RoundUpdate* LastUpdate(Partition* partition);
-  // Ends the hold of a partition, and does what waited; it may be held again.
+  // Ends the hold of a partition, and does the work that waited. The partition may be held again
+  // afterwards.
   void GoOn(Partition* partition);
   void GoOn(Partition* partition, const Copying& what);
   // Fails the round or request that waited, after an error.

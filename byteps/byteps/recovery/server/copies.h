@@ -29,8 +29,8 @@ struct UpdatedRound {
 
 // Copies of another server's optimizer state, and of its last rounds.
 //
-// A copy repeats the arithmetic of its original: it gets the summed gradients and the step, and
-// makes the step as well. So it has the same bits, at the cost of sending the gradients.
+// A copy repeats the arithmetic of its original: the backup gets the summed gradients and the step,
+// and makes the step as well. So the copy has the same bits, at the cost of sending the gradients.
 //
 // StateCopy is the copy of one partition.
 struct StateCopy {
@@ -55,7 +55,7 @@ CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& sta
 // Thread-safe, except that only one thread at a time may use a key.
 class Copies {
  public:
-  // Grows with each Clear.
+  // Number that grows with each Clear.
   uint64_t generation();
   // Applies a record to the copy of this key. Returns an error or "". A record of an earlier
   // generation has no effect. Throws OutOfMemory.

@@ -24,11 +24,11 @@ struct CopyRecord {
 
   uint64_t pass = 0;  // pass that the backup gave to the sender
   What what = kStep;
-  // The packed UpdateStep that was made of round `round`, or skipped (UpdateStep::skip). "":
-  // nothing new.
+  // The packed UpdateStep of round `round`, which was made or skipped (UpdateStep::skip). "" if the
+  // backup knows the outcome already.
   std::string settled;
   uint32_t round = 0;
-  uint32_t rank = 0;  // member that asked for it
+  uint32_t rank = 0;  // member that asked for the step
   std::string lacks;  // PackMembers of members missing in the round's sum
   // kState: a packed list with one declaration; a bit per slot whose values follow, in order;
   // whether that is the whole state; the last round (RoundUpdate::Pack), whose sum follows the

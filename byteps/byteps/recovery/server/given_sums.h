@@ -16,8 +16,8 @@ namespace core {
 
 // Sums that members keep, and sums of a lost server that members give to this one.
 //
-// A member speaks of each round once: it gives the sum, or pushes. So no round can end by pushes
-// alone while a present member has its sum.
+// For each round a member either gives the sum to this server, or pushes. So no round can end by
+// pushes alone while a present member has the round's sum.
 class GivenSums {
  public:
   GivenSums(ServerContext* context, Rounds* rounds, Confirmations* confirmations,

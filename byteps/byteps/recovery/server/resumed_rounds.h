@@ -20,9 +20,9 @@ namespace core {
 // Continues rounds of a lost server on its successor.
 //
 // The successor learns of sums in two ways: members give them (GivenSums), or a backup has a copy
-// of the state that they produced (CopiedRounds). Then both are treated alike. A member that pushes
-// a round with such a sum is missing the answer, and gets it; a member that has the answer pushes
-// the next round, which is summed. Earlier rounds are over.
+// of the state that they produced (CopiedRounds). Sums of both origins are treated alike. If a
+// member pushes a round with such a sum, it is missing the answer, and gets it. A member that has
+// the answer pushes the next round, which is summed as usual. Earlier rounds are over.
 class ResumedRounds {
  public:
   ResumedRounds(ServerContext* context, Rounds* rounds, const AbsentMembers* absent)
@@ -30,10 +30,11 @@ class ResumedRounds {
 
   // All members have ended the rounds of this tensor before `first_round`.
   void GoOnFrom(const DeclaredTensor* tensor, uint32_t first_round);
-  // Answers a push whose round has such a sum. Returns false if it has none.
+  // Answers a push whose round has a sum of the lost server. Returns false if the round has none.
   bool Answers(Partition* partition, const Message& push, int64_t received);
 
-  // Marks a round with such a sum: all members have pushed it, or are missing in it.
+  // Marks a round as one whose sum the lost server has made: every member has pushed the round, or
+  // is missing in its sum (`lacks`).
   static void Resume(Round* round, size_t members, std::vector<bool> lacks);
   // Gives a partition without rounds its last complete round.
   static void Restore(Partition* partition, UpdatedRound last);

@@ -44,7 +44,7 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   void SetAbsent(const std::set<int>& ranks) override;
 
  private:
-  // A worker confirms its answers, while it has nothing to push.
+  // A worker that has nothing to push confirms the answers that it has received.
   void OnConfirm(const Message& message);
   // A worker of a lost server says in which rounds it goes on.
   void OnResume(const Message& message);
@@ -63,7 +63,8 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   BackupLink backup_;
   std::vector<RoundRecovery*> rounds_;  // by thread; never changes
   ps::Mutex mu_;
-  // On a successor: ranks that have resumed, or need not. Whether this server is a successor.
+  // On a successor: ranks of workers that have resumed, or need not. is_successor_: whether this
+  // server replaces a lost one.
   std::set<int> settled_ PS_GUARDED_BY(mu_);
   bool is_successor_ PS_GUARDED_BY(mu_) = false;
   std::set<int> absent_ PS_GUARDED_BY(mu_);

@@ -21,8 +21,8 @@ struct KeptSum {
   TensorPtr tensor;
   uint64_t index = 0;
   uint32_t round = 0;
-  uint64_t serial = 0;  // serial at its server; 0: it has none
-  SharedBytes values;   // empty: this worker wanted only a part of it
+  uint64_t serial = 0;  // the sum's serial at its server; 0: the sum has none
+  SharedBytes values;   // empty if this worker wanted only a part of the sum
   std::string lacks;    // PackMembers of members missing in it
 };
 
@@ -36,7 +36,7 @@ class KeptSums {
   void Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before);
   // All members have the sums of this server with lower serials.
   void DropBefore(int server, uint64_t serial);
-  // A successor has this sum under this serial; 0: no member needs it.
+  // A successor has this sum under this serial; 0 if no member needs the sum.
   void SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial);
   // Serials of a lost server are meaningless on its successor.
   void ForgetSerials(int server);

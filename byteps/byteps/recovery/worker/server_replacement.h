@@ -23,7 +23,7 @@ std::unique_ptr<LossPolicy> MakeLossPolicy(const Config& config, int num_servers
 
 // Goes on with the successor of a lost server (docs/design/losses.md):
 //
-//   lost      sends nothing more to it
+//   lost      sends nothing more to the lost server
 //   replaced  declares all tensors to the successor, and says in which rounds this worker goes on;
 //             gives it the kept sums; then repeats the unanswered pushes
 class ServerReplacement : public LossPolicy {
@@ -48,14 +48,14 @@ class ServerReplacement : public LossPolicy {
   // A server rank. All messages that bring a successor up to date carry its turn, so that answers
   // of a successor that is lost meanwhile are dropped.
   struct Place {
-    bool is_vacant = false;     // do not send: it would be lost
+    bool is_vacant = false;     // the server is lost and not replaced: send nothing
     uint64_t turn = 0;          // 0: no successor is being brought up to date
     uint64_t came_in_turn = 0;  // turn of the present server; 0: the first
     std::deque<KeptSum> to_give;
     size_t given_in_flight = 0;
   };
 
-  // The server that is brought up to date in this turn; -1: it is lost by now.
+  // The server that is brought up to date in this turn; -1 if that server is lost by now.
   int ServerOf(uint64_t turn) const PS_REQUIRES_SHARED(mu_);
   void KeepSum(Message* answer, const Request& request);
   // Tells a successor in which rounds this worker goes on.

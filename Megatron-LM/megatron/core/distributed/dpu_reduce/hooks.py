@@ -283,7 +283,7 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
     Args:
         received: for each rank of this replica, whether it received the signal. With replicas, the
-            job ends if all replicas received the signal. Otherwise only these replicas leave.
+            job ends if all replicas received it; otherwise only replicas that received it leave.
     """
     told = any(received)
     if job.replicas() == 1 or not outer_steps.meets(args):
