@@ -2,8 +2,8 @@
 
 ``python -m bench.frameworks.rank SPEC RESULT``: SPEC is JSON, with ``rendezvous`` (the file through
 which ranks meet), ``timeout_s``, and either ``experiment`` or ``bytes``, ``calls`` and ``device``.
-Rank 0 writes RESULT: milliseconds of every step by way of training, or microseconds of each call by
-form.
+Rank 0 writes RESULT, as JSON: for an experiment the milliseconds of each step, by backend;
+otherwise the microseconds of each call, by the form of the call.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def _blocks_of(wire_dtype: str | WireType | None) -> WireType | None:
     form = wire.of(torch.float32, wire_dtype)
     if not form.is_block:
         raise ValueError(
-            f"wire_dtype of a ServerOptimizer is {wire_dtype}; it can be 'int8' or 'int4': without "
-            "it gradients and parameters travel in the type of the parameters"
+            f"a ServerOptimizer takes no wire_dtype={wire_dtype}: give 'int8' or 'int4', or leave "
+            "wire_dtype out to send gradients and parameters in the type of the parameters"
         )
     return form
 

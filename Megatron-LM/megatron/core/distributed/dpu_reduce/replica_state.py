@@ -192,7 +192,8 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _make_room(optimizer: Any, told: dict[str, Any]) -> None:
-    """Set an optimizer's group numbers, and allocate a state with the described tensors."""
+    """Set the hyperparameters of an optimizer's parameter groups, and allocate the described
+    state tensors."""
     for group, numbers in zip(optimizer.optimizer.param_groups, told["groups"], strict=True):
         group.update(numbers)
     for parameter, described in zip(outer_steps.stepped(optimizer), told["states"], strict=True):
