@@ -370,6 +370,6 @@ def refused_by_servers(job: Job) -> None:
     bps.init()
     for form in ("bf16", wire.of(torch.float16)):
         some = [torch.nn.Parameter(torch.ones(3, 3))]
-        with job.check_raises(str(form), ValueError, "it can be 'int8' or 'int4'"):
+        with job.check_raises(str(form), ValueError, "give 'int8' or 'int4'"):
             ServerOptimizer(torch.optim.SGD(some, lr=1.0), name="refused", wire_dtype=form)
     bps.shutdown()
