@@ -267,7 +267,7 @@ def keeps_losses_apart(job: Job) -> None:
     _average_constant_gradients(job, "our hook", hook=hooks.ddp_comm_hook)
     used: list[int] = []
 
-    def by_hand(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def by_hand(state, bucket):  # noqa: ANN001, ANN202
         used.append(bucket.index())
         return hooks.ddp_comm_hook(state, bucket)
 
