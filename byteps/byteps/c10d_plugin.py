@@ -7,6 +7,7 @@ called at the end of ``import torch``.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import logging
@@ -22,6 +23,9 @@ import torch.distributed as dist
 NAME = "byteps"
 MIXED = {"cpu": "gloo", "cuda": "nccl"}
 """Backends inside a group whose script asks for ``byteps``."""
+
+SWITCH = "BYTEPS_C10D"
+VARIABLES = (SWITCH, f"{SWITCH}_BACKEND", f"{SWITCH}_MIN_BYTES", f"{SWITCH}_WIRE_DTYPE")
 
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -135,10 +139,21 @@ def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
         group.bind(device)
 
 
+def _warn_of_misspelt() -> None:
+    """Warn of variables that look like a misspelt switch: a job without the switch reads none, and
+    trains without BytePS."""
+    for name in os.environ:
+        if name.startswith(SWITCH[:-1]) and name not in VARIABLES:
+            near = difflib.get_close_matches(name, VARIABLES, n=1) or [SWITCH]
+            _logger.warning("there is no variable %s: did you mean %s?", name, near[0])
+
+
 def autoload() -> None:
     """With ``BYTEPS_C10D=1``, make torch.distributed create groups that use BytePS. Under ``python
     -m byteps.trial``, measure this process's steps."""
-    if os.environ.get("BYTEPS_C10D", "0") not in ("", "0"):
+    if SWITCH not in os.environ and os.environ.get("RANK", "0") == "0":
+        _warn_of_misspelt()
+    if os.environ.get(SWITCH, "0") not in ("", "0"):
         import byteps.distribution  # noqa: F401  It refuses another distribution's files.
 
         install()

@@ -49,3 +49,16 @@ def test_others_are_not_and_a_line_says_so(
         carrying(name)
     assert made == [name, name]
     assert [record.getMessage().count(name) for record in caplog.records] == [1]
+
+
+def test_a_misspelt_switch_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of hooks without the switch are right: hooks read them."""
+    monkeypatch.delenv("BYTEPS_C10D", raising=False)
+    monkeypatch.setenv("BYTEPS_C10D_WIRE_DTYPE", "int8")
+    c10d_plugin.autoload()
+    assert not caplog.records
+    monkeypatch.setenv("BYTEPS_C10", "1")
+    c10d_plugin.autoload()
+    assert caplog.messages == ["there is no variable BYTEPS_C10: did you mean BYTEPS_C10D?"]
