@@ -207,15 +207,17 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
             other = DDP.line(f"torchrun {nodes}", DDP.typed((USE, wire), on_hosts=True))
             lines += ["Without Megatron, DDP or HSDP (--for ddp):", f"  {other}"]
         return lines
-    ranks, count = machines.world, servers.count
-    local = f"--local-servers {servers.local} " if servers.local else ""
-    script = f"scripts/worker.sh --servers {count} {local}{nodes}"
+    cluster = f"--workers {machines.world} --servers {servers.count}"
+    server = f"  megatron-byteps server {cluster} --instances"
     return [
-        "The scheduler, each spare machine, and each host:",
-        f"  scripts/scheduler.sh --workers {ranks} --servers {count} ...",
-        f"  scripts/server.sh --workers {ranks} --servers {count} "
-        f"--instances {servers.per_machine} ...",
-        f"  {program.line(script, words)}".replace("... ", "... -- ", 1),
+        "The scheduler:",
+        f"  megatron-byteps scheduler {cluster} ...",
+        "Each spare machine:",
+        f"{server} {servers.per_machine} ...",
+        "Each host:",
+        *([f"{server} {servers.local} ..."] if servers.local else []),
+        f"  export DMLC_PS_ROOT_URI=... DMLC_PS_ROOT_PORT=... DMLC_NUM_SERVER={servers.count}",
+        f"  {program.line(f'torchrun {nodes}', words)}",
     ]
 
 
