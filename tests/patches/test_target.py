@@ -5,6 +5,7 @@ looking at files.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -406,6 +407,6 @@ def test_installed_package_in_place_and_back(tmp_path: Path) -> None:
 
     assert f"{site}: Megatron-LM 0.19.2: not patched" in run("status", 1)
     assert "series for megatron-core 0.19.2" in run("patch", 0)
-    assert f"{site}: Megatron-LM 0.19.2: 51 files" in run("status", 0)
+    assert re.search(r": Megatron-LM 0\.19\.2: \d+ files as the series ", run("status", 0))
     assert "undone" in run("unpatch", 0)
     assert contents(site) == before
