@@ -46,7 +46,7 @@ for _ in range(3):
 whole = [p.full_tensor().detach().double() for p in model.parameters()]
 total = sum(p.sum().item() for p in whole)
 # One write: lines of two ranks share a pipe.
-print(f"sum {total}\n", end="", flush=True)
+print(f"sum {total}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
