@@ -1,4 +1,4 @@
-"""The package refuses to run beside another distribution of the same files."""
+"""The package refuses to run if another distribution owns the same files."""
 
 from __future__ import annotations
 

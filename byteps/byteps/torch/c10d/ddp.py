@@ -48,7 +48,7 @@ def install() -> None:
     model.register_comm_hook = _instead(model.register_comm_hook, _choose)
     model._register_builtin_comm_hook = _instead(
         model._register_builtin_comm_hook,
-        lambda chosen_by, kind: _choose(chosen_by, chosen_by.process_group, _BUILT_IN[kind]),
+        lambda served, kind: _choose(served, served.process_group, _BUILT_IN[kind]),
     )
 
 
