@@ -74,7 +74,13 @@ class Stream {
 
   bool idle() {
     ps::MutexLock lock(&mu_);
-    return work_.empty() && !working_;
+    return IsIdle();
+  }
+
+  void AwaitIdle() {
+    ps::MutexLock lock(&mu_);
+    // Ended by the stream's own thread; deadline: none, as a driver has none.
+    idle_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return IsIdle(); });
   }
 
  private:
@@ -91,12 +97,16 @@ class Stream {
       work();
       ps::MutexLock lock(&mu_);
       working_ = false;
+      if (IsIdle()) idle_.NotifyAll();
     }
   }
+
+  bool IsIdle() const PS_REQUIRES(mu_) { return work_.empty() && !working_; }
 
   const int device_;
   ps::Mutex mu_;
   ps::CondVar cond_;
+  ps::CondVar idle_;
   std::deque<Work> work_ PS_GUARDED_BY(mu_);
   bool working_ PS_GUARDED_BY(mu_) = false;
   std::thread thread_;
@@ -278,12 +288,7 @@ std::shared_ptr<std::promise<void>> HoldCalls() {
   return calls.Hold();
 }
 
-void Synchronize(DeviceStream stream) {
-  auto promise = std::make_shared<std::promise<void>>();
-  auto done = promise->get_future();
-  Of(stream)->Enqueue([promise] { promise->set_value(); });
-  done.wait();
-}
+void Synchronize(DeviceStream stream) { Of(stream)->AwaitIdle(); }
 
 int CurrentDeviceNumber() { return current_device; }
 void SetCurrentDevice(int device) { current_device = device; }
