@@ -11,9 +11,6 @@
 ``rank_program``   the program in a rank's process, around the user's script
 ``memory``         training state in the memory of actors
 ``profiling``      profiles chosen steps of chosen ranks with torch and BytePS, in a single file
-``dispatch``       calls to a group of ranks, without a job, and the group's actors
-``strategies``     how arguments of such a call are split over ranks, and results joined
-``offload``        takes a rank's state off its device between steps
 =================  ==================================================================
 
 Each generation's ranks are new processes, so that nothing remains of a failed generation. Scheduler
