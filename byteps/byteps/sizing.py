@@ -1,7 +1,7 @@
-"""Number and place of the servers that a model needs, and their gain: ``megatron-byteps sizing
+"""Number and placement of the servers that a model needs, and their gain: ``megatron-byteps sizing
 -h``.
 
-:mod:`byteps.forecast` computes it. Cores and memory are estimates; docs/use/when-to-use.md says
+:mod:`byteps.forecast` computes them. Cores and memory are estimates; docs/use/when-to-use.md says
 where the figures come from and how to measure your own.
 """
 
@@ -43,17 +43,17 @@ from byteps.forecast.training import USE, WIRE
 PROGRAMS = {"megatron": MEGATRON, "ddp": DDP}
 OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 LEAST_PARAMETERS = 1e6
-"""Fewer is no model's size, but a forgotten M or B."""
+"""Smallest number of parameters. A smaller number is probably a forgotten M or B."""
 MOST_PARAMETERS = 1e12
-"""Parameters of a rank: twice as many bytes are more than any GPU has."""
+"""Largest number of parameters per rank: at two bytes each, no GPU has as much memory."""
 
 LEAST_SHOWN = 1.005
-"""Rows that gain less are left out of the text."""
+"""Least gain of a row in the text; rows below it are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One number of spare machines."""
+    """A possible number of spare machines, with its forecast."""
 
     machines: Machines
     found: Forecast
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def deployed(self) -> Row | None:
-        """The row whose servers are to be started; None: plain Megatron is as fast."""
+        """Recommended row that uses servers; None: plain Megatron is as fast."""
         rows = (self.found.best, *self.found.few_bits)
         return next((row for row in rows if row.through_servers), None)
 
@@ -81,13 +81,13 @@ def training_of(
     accepts: str | None,
     program: Program = MEGATRON,
 ) -> Training:
-    """The training of a model of bf16 (or fp16) parameters, split by data parallelism alone.
+    """Return the training of a model with bf16 (or fp16) parameters and only data parallelism.
 
-    Another program than Megatron all-reduces gradients: wherever its optimizer's state is, the
-    network carries what it does with a replicated one.
+    Programs other than Megatron all-reduce gradients. Wherever they keep the optimizer's state, the
+    network carries as many bytes as with a replicated optimizer.
 
     Raises:
-        ValueError: the number of parameters is no size.
+        ValueError: the number of parameters is too small or too large.
     """
     if not LEAST_PARAMETERS <= parameters <= MOST_PARAMETERS:
         raise ValueError(
@@ -110,7 +110,8 @@ def training_of(
 
 
 def choices(training: Training, machines: Machines, count: int | None) -> list[Choice]:
-    """Numbers of spare machines to choose from. `count`: the one that there is; None: several."""
+    """Return the numbers of spare machines to choose from. `count`: the only number; None:
+    several."""
     wanted = {count} if count is not None else {0}
     if count is None:
         hosts = machines.hosts
@@ -124,7 +125,7 @@ def choices(training: Training, machines: Machines, count: int | None) -> list[C
 
 
 def advised(found: Sequence[Choice]) -> Choice:
-    """The fewest machines with which training is about as fast as with any number."""
+    """Return the choice with the fewest machines of those that are about as fast as the fastest."""
     best = min(one.found.best.seconds for one in found)
     return next(one for one in found if one.found.best.seconds <= best * ENOUGH)
 
@@ -138,7 +139,7 @@ HEAD = (
 
 
 def render(found: Sequence[Choice], parameters: float) -> str:
-    """The choices, and the answer, as text."""
+    """Format the choices and the recommendation as text."""
     machines, chosen = found[0].machines, advised(found)
     nics = "" if machines.nics == 1 else f"{machines.nics} NICs of "
     plain, name = chosen.found.plain, chosen.found.training.program.name
@@ -196,7 +197,7 @@ def _line(one: Choice, row: Row) -> str:
 
 
 def _deployment(chosen: Choice, row: Row) -> list[str]:
-    """List the commands to start."""
+    """Return the commands with which a user starts the choice."""
     machines, servers = chosen.machines, chosen.found.network.servers
     program, words = chosen.found.training.program, chosen.found.typed(row.flags)
     nodes = f"--nnodes {machines.hosts} --nproc-per-node {machines.gpus}"
@@ -222,7 +223,7 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
 
 
 def _lacking_cores(chosen: Choice) -> str:
-    """Gain of more cores; empty where there are enough."""
+    """Describe the gain of more cores; empty if there are enough."""
     (enough,) = choices(chosen.found.training, chosen.machines.with_all_cores(), chosen.spare)
     faster = enough.deployed
     if faster is None:
@@ -243,7 +244,7 @@ def _lacking_cores(chosen: Choice) -> str:
 
 
 def count(text: str) -> float:
-    """'7B', '340M' or a plain number."""
+    """Parse '7B', '340M' or a plain number."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)([kKmMbBgGtT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"'{text}' is no number such as 7B, 340M or 1e9")
@@ -259,7 +260,7 @@ def _positive(text: str) -> float:
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
-    """Options that describe the machines; :func:`machines_of` reads them."""
+    """Add the options that describe the machines; :func:`machines_of` reads them."""
     machines = parser.add_argument_group("the machines")
     machines.add_argument("--hosts", type=int, required=True, help="hosts with workers")
     machines.add_argument(
@@ -317,10 +318,10 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 
 
 def machines_of(options: argparse.Namespace, spare: int) -> Machines:
-    """The machines of the command line.
+    """Return the machines that the command line describes.
 
     Raises:
-        ValueError: a number is no size, or BytePS cannot use such a link.
+        ValueError: a number is impossible, or BytePS does not support such a link.
     """
     return Machines(
         hosts=options.hosts,

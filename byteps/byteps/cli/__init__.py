@@ -1,6 +1,7 @@
-"""The command ``megatron-byteps``: one module for each subcommand, imported when it is asked for.
+"""The command ``megatron-byteps``. Each subcommand has a module, which is imported when it is
+called.
 
-So the command's own help, and what needs neither torch nor Megatron, starts at once.
+So the help, and subcommands that need neither torch nor Megatron, start at once.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ COMMANDS = {
     "server": ("byteps.cli.nodes:server", "run this host's servers of a cluster"),
     "cluster": ("byteps.cli.nodes:cluster", "'cluster status' shows a running cluster"),
 }
-"""Each subcommand: the function that gets its arguments and returns the exit status, and what it
-does."""
+"""Function and description of each subcommand. The function takes the arguments and returns the
+exit status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args:
-        arguments: of the command; None: those of the process.
+        arguments: arguments of the command; None: those of the process.
 
     Returns:
-        The exit status: the subcommand's; 2 if there is no such subcommand.
+        The exit status of the subcommand; 2 if there is no such subcommand.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
@@ -62,24 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """The version of the installed distribution that has byteps."""
+    """Return the version of the installed distribution that contains this package."""
     for name in (NAME, "byteps"):
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        # A checkout of the project may be installed next to it, under the same name.
+        # The project's checkout may also be installed, as a distribution of the same name without
+        # byteps.
         if any(str(file) == "byteps/__init__.py" for file in distribution.files or ()):
             return distribution.version
     return "of a checkout"
 
 
 def make_parser(command: str, about: str, more: str) -> argparse.ArgumentParser:
-    """The parser of a subcommand.
+    """Return the parser of a subcommand.
 
     Args:
-        about: what it does, in sentences.
-        more: examples and exit status, printed as they are; {prog} is the command.
+        about: description of the subcommand, in sentences.
+        more: examples and exit status, printed unchanged after the options; {prog} stands for the
+            command.
     """
     prog = f"{NAME} {command}"
     return argparse.ArgumentParser(

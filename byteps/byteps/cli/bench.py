@@ -1,4 +1,4 @@
-"""The subcommand ``bench``: a tensor reduced by torch.distributed and by servers, interleaved."""
+"""The subcommand ``bench``: reduces a tensor by torch.distributed and by servers, interleaved."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
 _SAME = "same"
 _WIRES = (_SAME, "bf16", "fp8", "int8", "int4")
 _EXACT = (_SAME, "bf16")
-"""Types in which a tensor of one value loses nothing that the check could see."""
+"""Wire types for which results must be exact: all values of a tensor are the same small integer."""
 
 
 def size(text: str) -> int:
-    """Bytes, from a text such as 64MiB."""
+    """Parse a number of bytes such as 64MiB."""
     for unit, factor in _UNITS.items():
         number = text.removesuffix(unit)
         if number != text and number.isdigit() and int(number) * factor >= 4:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Starts ranks, or is one of them if a launcher has started it.
+    """Start ranks or, if a launcher has started this process, run as a rank.
 
     Returns:
         The exit status: 0 all is well, 1 a wrong result or a failed rank, 2 bad use.

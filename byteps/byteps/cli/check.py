@@ -1,4 +1,4 @@
-"""The subcommand ``check``: what Megatron's own check says, from the Megatron that is found."""
+"""The subcommand ``check``: runs the forecast in the patched Megatron that this Python finds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ as pretrain_gpt.py. Megatron itself reads them: patched, and importable here. Ex
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Says what the flags would do for a job.
+    """Print what the flags would do for a job.
 
     Returns:
         The exit status: 0 `--use-dpu-reduce` is accepted; 1 it is refused; 2 bad use, or no
         patched Megatron is found.
     """
-    # Users stand in their checkout, as they do for `python -m`.
+    # Users run this in their checkout. `python -m` would add the current folder to the path, too.
     sys.path.insert(0, os.getcwd())  # noqa: TID251
     warnings.simplefilter("ignore")  # Megatron's, about optional packages
     try:

@@ -1,4 +1,4 @@
-"""The subcommand ``doctor``: what is wrong on this host, and what a job would do with it."""
+"""The subcommand ``doctor``: finds faults of this host, and tells what a job would do on it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _WRONG = "WRONG"
 
 
 class Doctor:
-    """Looks at this host, and prints a line for each thing that it has found."""
+    """Examines this host, and prints a line for each finding."""
 
     def __init__(self, hosts: int, ranks: int | None) -> None:
         """
         Args:
-            hosts: of the job that is thought of.
-            ranks: on each of them; None: as many as GPUs here, or one.
+            hosts: number of hosts of the assumed job.
+            ranks: number of ranks per host; None: one per GPU of this host, or one without GPUs.
         """
         self._hosts, self._ranks = hosts, ranks
         self.is_well = True
@@ -45,12 +45,12 @@ class Doctor:
         print(f"note  {text}", flush=True)
 
     def wrong(self, text: str) -> None:
-        """Says what is broken, and how to repair it."""
+        """Print a fault, with its repair."""
         print(f"{_WRONG} {text}", flush=True)
         self.is_well = False
 
     def look(self) -> None:
-        """Looks at everything, past what is wrong."""
+        """Examine everything, and continue after a fault."""
         has_engine = self._looks_well(self._software)
         self._looks_well(self._megatron)
         executable = self._executable()
@@ -113,7 +113,7 @@ class Doctor:
             self.note(f"{text}\n      '{NAME} patch' patches it; --use-dpu-reduce needs that")
 
     def _executable(self) -> str | None:
-        """Path of byteps-server, which is of this version; None: it is missing."""
+        """Return the path of byteps-server after checking its version; None if it is missing."""
         from byteps.launcher.child import find_executable
 
         try:
@@ -132,12 +132,12 @@ class Doctor:
         return found
 
     def _roles(self, executable: str) -> None:
-        """Lets byteps-server look whether each role could start here."""
+        """Let byteps-server check whether each role could start on this host."""
         roles, variables = ["scheduler", "server"], dict(os.environ)
         if "DMLC_PS_ROOT_URI" in variables:
             self.note(f"a cluster is named: DMLC_PS_ROOT_URI={variables['DMLC_PS_ROOT_URI']}")
             sized = "DMLC_NUM_WORKER" in variables or variables.get("BYTEPS_KEEP") == "1"
-            # The scheduler's port is in use while it runs: only its own script can ask there.
+            # The port of a running scheduler is in use, so the check of that role would fail.
             roles = ["server", "worker"] if sized else ["worker"]
         else:
             self.note("no cluster is named (DMLC_PS_ROOT_URI): jobs here are in embedded mode")
@@ -232,7 +232,7 @@ def _address_of(c_lib: Any, name: str) -> str:
 
 
 def _nics() -> list[str]:
-    """The interfaces that are hardware, with their rates and RDMA devices."""
+    """Return the hardware network interfaces, with their rates and RDMA devices."""
     found = []
     for path in sorted(_NETS.iterdir()):
         if not (path / "device").exists():
@@ -250,10 +250,10 @@ def _nics() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what was found.
+    """Print the findings.
 
     Returns:
-        The exit status: 0 nothing is wrong, 1 something is, 2 bad use.
+        The exit status: 0 no fault, 1 a fault, 2 bad use.
     """
     parser = make_parser(
         "doctor",

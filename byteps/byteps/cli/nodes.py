@@ -1,7 +1,8 @@
-"""Subcommands that run a scheduler, servers, and show a cluster: the scripts of the same names.
+"""Subcommands that start a scheduler or servers, or show a cluster, by the scripts of the same
+names.
 
-The scripts stay in bash, since a server machine needs no Python. They use the `byteps-server` of
-this Python's environment.
+The scripts are in bash, because a server machine needs no Python. Called from here, they use the
+`byteps-server` of this Python's environment.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from byteps.patching import home
 
 
 def scheduler(arguments: Sequence[str]) -> int:
-    """Becomes the scheduler."""
+    """Replace this process by the scheduler."""
     return _become("scheduler", "scheduler.sh", arguments)
 
 
 def server(arguments: Sequence[str]) -> int:
-    """Becomes this host's servers."""
+    """Replace this process by the script that runs this host's servers."""
     return _become("server", "server.sh", arguments)
 
 
 def cluster(arguments: Sequence[str]) -> int:
-    """Shows a running cluster."""
+    """Show a running cluster."""
     if arguments[:1] == ["status"]:
         return _become("cluster status", "status.sh", arguments[1:])
     asked = arguments[:1] in (["-h"], ["--help"])
@@ -41,7 +42,7 @@ def cluster(arguments: Sequence[str]) -> int:
 
 
 def _become(command: str, script: str, arguments: Sequence[str]) -> int:
-    """Replaces this process, so that signals and the exit status are the script's."""
+    """Replace this process by a script, which then gets the signals and decides the exit status."""
     path = home() / "scripts" / script
     folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
     variables = {

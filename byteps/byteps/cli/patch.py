@@ -1,4 +1,4 @@
-"""The subcommands ``patch``, ``unpatch`` and ``status``: of a checkout, or of megatron-core."""
+"""The subcommands ``patch``, ``unpatch`` and ``status``, for a checkout or for megatron-core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Exit status: STATUS; 2 bad use.
 
 
 def patch(arguments: Sequence[str]) -> int:
-    """Adds what Megatron-LM needs to reduce gradients through servers."""
+    """Patch a Megatron-LM so that it can reduce gradients through servers."""
     options = _parse(
         "patch",
         "Patches Megatron-LM: adds files of BytePS and, in Megatron's, the few lines that call "
@@ -35,7 +35,7 @@ def patch(arguments: Sequence[str]) -> int:
 
 
 def unpatch(arguments: Sequence[str]) -> int:
-    """Brings back the files as they were."""
+    """Restore the original files."""
     options = _parse(
         "unpatch",
         "Undoes 'patch': the files are as they were. Refuses, and changes nothing, if a patched "
@@ -47,7 +47,7 @@ def unpatch(arguments: Sequence[str]) -> int:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """Says whether a Megatron is patched, by looking at its files."""
+    """Print whether a Megatron is patched, judged by its files."""
     options = _parse(
         "status",
         "Says whether Megatron-LM is patched, and which files were changed since, also by git or "

@@ -1,14 +1,13 @@
-"""The gain of a job, computed before it runs or when it starts: an answer that three programs
-print.
+"""Forecast of a job's gain from servers, before the job runs or when it starts.
 
-``megatron-byteps sizing`` asks for a number of parameters, ``megatron-byteps
-check`` for Megatron's arguments, and a job with
-``--use-dpu-reduce`` for itself. :func:`forecast` compares plain Megatron with its own best flags,
-servers on the workers' hosts, and servers on spare machines. Gains are over the best plain row.
+Three programs print it: ``megatron-byteps sizing`` for a number of parameters, ``megatron-byteps
+check`` for Megatron's arguments, and a job with ``--use-dpu-reduce`` for itself. :func:`forecast`
+compares plain Megatron with its best own flags, servers on the workers' hosts, and servers on spare
+machines. Gains are relative to the best plain row.
 
-Times are those of the links at their best (:mod:`byteps.cost_model`), or of the cores or the memory
-of a machine where these take longer, for gradients and then parameters. With the time for which a
-micro-batch computes, what hides behind it gains nothing.
+Times are the least times that links allow (:mod:`byteps.cost_model`) or, if longer, those of a
+machine's cores or memory. They are the sum of the times of gradients and parameters. If the
+computing time of a micro-batch is known, communication that hides behind it counts as no gain.
 """
 
 from __future__ import annotations

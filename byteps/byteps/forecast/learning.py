@@ -1,4 +1,5 @@
-"""The loss that few bits were measured to cost: docs/design/few-bits.md, "Quality", has how."""
+"""Measured cost of few bits in training loss. The method is in docs/design/few-bits.md,
+"Quality"."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ MEASURED = {
     ("int8", True): "-0.21..+0.08 % (8 seeds)",
     ("int4", True): "-0.25..+0.32 % (8 seeds)",
 }
-"""By the type in which gradients travel, and whether servers keep the optimizer: the difference of
-the loss from bf16's, as an interval of 95 %."""
+"""Relative difference of the loss to that with bf16, as a 95 % interval. Keys: type in which
+gradients travel, and whether servers keep the optimizer."""
 NOT_MEASURED = "not measured"
 
 
 def measured_loss(wire: str | None, *, updated: bool) -> str:
-    """The measurement nearest to a row of few bits, or that there is none."""
+    """Return the measurement for a row with few bits, or NOT_MEASURED."""
     return MEASURED.get((wire or "", updated), NOT_MEASURED)

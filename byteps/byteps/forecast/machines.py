@@ -10,22 +10,22 @@ from byteps.cost_model import Servers
 from byteps.routing import Network
 
 GBPS = 1e9 / 8
-"""Bytes per second."""
+"""Bytes per second of 1 Gbit/s."""
 TRANSPORTS = ("tcp", "rdma")
 MOST_NIC_GBPS = 1600.0
-"""A higher rate is that of several NICs together."""
+"""Largest rate of a single NIC. A larger rate is that of several NICs together."""
 OTHER_CORES = 1
-"""Cores for all else than moving and adding bytes."""
+"""Cores for other work than moving and adding bytes."""
 BLOCK_VALUES_PER_CORE = 4.2e9
-"""Values in blocks of few bits that a core adds per second, several pushes in one pass."""
+"""Values in blocks of few bits that a core adds per second. It adds several pushes in one pass."""
 CORES_PER_GPU = 16.0
-"""Cores of a worker's host for each of its GPUs, unless the user tells how many it has."""
+"""Assumed cores of a worker's host per GPU, unless the user gives a number."""
 MEMORY_RATE = 300e9
-"""Bytes per second that the memory of a machine carries: half of what two sockets with eight
-channels of DDR5-4800 each could."""
+"""Bandwidth of a machine's memory, in bytes per second: half of that of two sockets with eight
+channels of DDR5-4800 each."""
 MEMORY_PASSES = {"tcp": 4, "rdma": 2}
-"""Times that memory carries a byte which a process sends or receives, by transport: GPU or sum, and
-NIC; over TCP also the kernel's copy, read and written."""
+"""Memory accesses per byte that a process sends or receives, by transport: one by the GPU or the
+adding core, one by the NIC. Over TCP the kernel's copy adds a read and a write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,19 @@ class Machines:
     gpus: int
     """Ranks on each host."""
     link_gbps: float
-    """Rate of one NIC of a worker's host, each way."""
+    """Rate of one NIC of a worker's host, in each direction."""
     nics: int = 1
     """NICs of a worker's host. NCCL uses all of them, and so does BytePS."""
     spare: int = 0
     """Machines with servers and no workers; 0: servers run on the workers' hosts alone."""
     server_link_gbps: float | None = None
-    """Rate of a spare machine's NICs together, each way; None: as `link_gbps`."""
+    """Rate of all NICs of a spare machine together, in each direction; None: the same as
+    `link_gbps`."""
     transport: str = "tcp"
-    """Between workers and servers, one of TRANSPORTS."""
+    """Transport between workers and servers, one of TRANSPORTS."""
     worker_cores: float | None = None
-    """Cores of a worker's host that the network may use; None: half of those that ranks leave, of
-    `CORES_PER_GPU`, as embedded servers take them."""
+    """Cores of a worker's host that the network may use. None: half of those that ranks leave free,
+    as for embedded servers. A host then has CORES_PER_GPU cores per GPU, and a rank takes one."""
     server_cores: float = math.inf
     """Cores of a spare machine."""
     core_rate: float = cost_model.TCP_CORE_RATE
@@ -56,14 +57,15 @@ class Machines:
     add_rate: float = cost_model.ADD_CORE_RATE
     """Bytes per second that one core of a server adds."""
     memory_rate: float = MEMORY_RATE
-    """Bytes per second that the memory of a machine carries."""
+    """Bandwidth of a machine's memory, in bytes per second."""
     micro_batch_s: float | None = None
-    """Seconds for which a GPU computes a micro-batch; None: not known."""
+    """Computing time of a micro-batch on a GPU, in seconds; None: unknown."""
     backup: bool = False
     """Each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no size, and for what BytePS cannot use."""
+        """Raise ValueError for impossible numbers, and for settings that BytePS does not
+        support."""
         for name in ("hosts", "gpus", "nics"):
             if not 1 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name} {getattr(self, name)}: there must be 1 to 65535")
@@ -97,7 +99,7 @@ class Machines:
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.hosts * self.gpus
 
     @property
@@ -115,12 +117,12 @@ class Machines:
 
     @property
     def server_gbps(self) -> float:
-        """Rate of a spare machine's NICs together."""
+        """Rate of all NICs of a spare machine together."""
         return self.link_gbps if self.server_link_gbps is None else self.server_link_gbps
 
     @property
     def network(self) -> Network:
-        """The links, and servers where they take the least time."""
+        """Links, and the placement of servers that takes the least time."""
         choices = [cost_model.best_servers(self.hosts, self.spare)]
         if self.spare:
             choices.append(Servers(hosts=self.hosts, extra=self.spare))
@@ -141,7 +143,8 @@ class Machines:
     def seconds(
         self, network: Network, pushed: float, pulled: float, add_rate: float | None = None
     ) -> float:
-        """Time of a push-pull of so many bytes per host, by NICs, cores or memory."""
+        """Return the time of a push-pull of these bytes per host: the longest of NICs, cores and
+        memory."""
         load = cost_model.push_pull(network.servers, pushed, pulled)
         links = load.seconds(network.host_rate or 1.0, network.server_rate or 1.0)
         return max(links, *self.limits(network.servers, pushed, pulled, add_rate).values())
@@ -154,10 +157,12 @@ class Machines:
         add_rate: float | None = None,
         copied: float = 0.0,
     ) -> dict[str, float]:
-        """Seconds for which a push-pull needs the cores, and the memory, of the busiest machine.
+        """Return the time in seconds that the cores, and the memory, of the busiest machine need
+        for a push-pull.
 
         Args:
-            copied: bytes of state that each server process sends on, and is sent.
+            copied: bytes of optimizer state that each server process sends to another one, and
+                receives.
         """
         cores = self.busy(servers, pushed, pulled, add_rate)
         memory = cost_model.core_seconds(
@@ -180,7 +185,7 @@ class Machines:
     def busy(
         self, servers: Servers, pushed: float, pulled: float, add_rate: float | None = None
     ) -> cost_model.CoreSeconds:
-        """CPU time of a push-pull of so many bytes per host."""
+        """Return the CPU time of a push-pull of these bytes per host."""
         return cost_model.core_seconds(
             servers,
             pushed,
@@ -190,7 +195,7 @@ class Machines:
         )
 
     def with_all_cores(self) -> Machines:
-        """The same machines with as many cores as they need."""
+        """Return the same machines with as many cores as they need."""
         return replace(self, worker_cores=math.inf, server_cores=math.inf)
 
 

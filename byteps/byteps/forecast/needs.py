@@ -14,11 +14,12 @@ GIB = 2**30
 POOL_BYTES = GIB
 """BYTEPS_RECEIVE_POOL_BYTES of a server process."""
 BASE_BYTES = GIB // 4
-"""Code, threads, connections of a server process."""
+"""Memory of a server process for code, threads and connections."""
 FEEDBACK_BYTES = 2
-"""Bytes of a value that a server keeps of what int4 lost."""
+"""Bytes per value of the rounding losses that a server keeps for int4."""
 SERVED_BYTES = {"fp32": 16, "bf16": 14, "fp16": 14, "int8": 18, "int4": 18}
-"""Bytes of a parameter that servers keep: Adam's state, a gradient, and what workers hold."""
+"""Bytes per parameter that servers keep: Adam's state, a gradient, and the workers' value. Keys:
+type in which gradients travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,12 @@ class Needs:
     worker_bytes: int
     """Memory of the servers on a worker's host."""
     nic_gbps: float
-    """Load of a spare machine's NIC, or of a worker's host's where there is none, each way."""
+    """Load of a spare machine's NICs in each direction; without spare machines, of a worker
+    host's."""
 
 
 def needs_of(training: Training, row: Row, network: Network, machines: Machines) -> Needs:
-    """The needs of a row of which something goes through servers."""
+    """Return the needs of a row that uses servers."""
     servers, seconds = network.servers, row.push_seconds
     busy = machines.busy(servers, row.flow.pushed, row.flow.pulled, add_rate_of(machines, row.wire))
     held = row.flow.pushed * _held(training, row, machines)
@@ -55,8 +57,8 @@ def needs_of(training: Training, row: Row, network: Network, machines: Machines)
 
 
 def _held(training: Training, row: Row, machines: Machines) -> float:
-    """Bytes that a server holds for a byte that is pushed to it: as it came, as it is added, in a
-    type twice as wide, or fp32, and of the optimizer."""
+    """Return the bytes that a server holds per pushed byte: the push as it arrived, the sum in a
+    type twice as wide (fp32 for few bits), and the optimizer's state."""
     wire = row.wire or ("bf16" if training.gradient_bytes == 2 else "fp32")
     served = SERVED_BYTES[wire] / WIRE_BYTES[wire] if row.updated else 0.0
     if machines.backup:  # the copy, and the last answer on both sides

@@ -1,4 +1,5 @@
-"""The comparison: plain Megatron with its own best flags, and servers, a row for each change."""
+"""Comparison of plain Megatron, its own best flags, and servers: a row for each change of
+arguments."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from byteps.routing import Flow, Hosts, Network
 ENOUGH = 1.03
 """A shorter change of arguments is advised if its time is within this factor of the best."""
 WORTH_IT = 1.1
-"""The least gain over plain Megatron for which servers are advised."""
+"""Least gain over plain Megatron at which servers are advised."""
 FP8_BYTES = 130 / 128
-"""Bytes of a value in blocks of fp8 with a scale, as others send gradients over NCCL."""
+"""Bytes per value in blocks of fp8 with a scale. Other projects send such gradients over NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,54 +29,56 @@ class Row:
     """One set of arguments: bytes over the NICs, time, and gain."""
 
     flags: tuple[str, ...]
-    """The arguments that are added to those of plain Megatron; none: what the job has."""
+    """Arguments that are added to those of plain Megatron; empty: the job's own arguments."""
     plain: bool = False
-    """Plain Megatron: nothing of ours is used."""
+    """Whether this is plain Megatron, without BytePS."""
     compared: bool = False
-    """Shown for comparison: Megatron has no such path. It is never advised."""
+    """Whether the row is only shown for comparison and never advised, because Megatron has no such
+    path."""
     wire: str | None = None
-    """Type in which values travel to servers; None: as they are reduced."""
+    """Type in which values travel to servers; None: the type in which they are reduced."""
     updated: bool = False
-    """Servers keep the optimizer."""
+    """Whether servers keep the optimizer."""
     gradients: float
-    """Bytes over a host's NICs in their busier direction. With the optimizer on the servers,
-    parameters come down meanwhile."""
+    """Bytes of gradients over a host's NICs in the busier direction. With the optimizer on the
+    servers, parameters are pulled at the same time, in the other direction."""
     parameters: float
-    """Bytes of the same NICs, for the parameters that are gathered next."""
+    """Bytes over the same NICs of the parameters that are gathered afterwards."""
     server: float
     """Bytes over the NIC of a spare machine."""
     flow: Flow
     """Bytes that a host exchanges with servers."""
     through_servers: tuple[str, ...]
-    """Kinds of gradients of which a bucket goes to servers."""
+    """Kinds of gradients (dense, expert) of which at least one bucket goes to servers."""
     push_seconds: float
-    """Time of what goes through servers."""
+    """Time of the push-pulls, in seconds."""
     limit: str = ""
-    """Limit of this time: "cores" or "memory" of a machine; empty: the links."""
+    """Bottleneck of the push-pulls: "cores" or "memory" of a machine; empty: the links."""
     parameter_seconds: float = 0.0
-    """Time of the parameters that are gathered next."""
+    """Time of the gather of parameters, in seconds."""
     seconds: float
-    """Time of a step's communication, nothing overlapping; bytes where rates are not known."""
+    """Time of a step's communication in seconds, without overlap. If rates are unknown, bytes."""
     gain: float = 1.0
-    """Time of the best plain row over this one's."""
+    """Time of the best plain row divided by the time of this row."""
     over_now: float = 1.0
-    """Time of plain Megatron with the job's present arguments over this one's."""
+    """Time of plain Megatron with the job's present arguments divided by the time of this row."""
     refused: str = ""
-    """Why the arguments do not go with those of the job."""
+    """Reason why the arguments are incompatible with those of the job; empty: they are
+    compatible."""
     loses: bool = False
-    """Gradients lose more bits than in the job as it is, and than in bf16."""
+    """Whether gradients lose more bits than in the job as it is, and more than in bf16."""
 
     def step_seconds(self, compute_s: float) -> float:
-        """Time of a step that computes so long, all of it for one micro-batch: Megatron's overlaps
-        hide gradients behind the backward pass, two thirds of it, and parameters behind the forward
-        pass."""
+        """Return the time of a step of one micro-batch that computes for `compute_s`. Megatron's
+        overlaps hide gradients behind the backward pass, two thirds of this time, and parameters
+        behind the forward pass."""
         gradients = self.seconds - self.parameter_seconds
         exposed = max(0.0, gradients - 2 * compute_s / 3)
         return compute_s + exposed + max(0.0, self.parameter_seconds - compute_s / 3)
 
     @property
     def loss(self) -> str:
-        """Measured difference of the loss from bf16's; empty: no bits are lost."""
+        """Measured difference of the loss to that with bf16; empty: no bits are lost."""
         if not (self.compared or self.wire in FEW_BITS):
             return ""
         return measured_loss(self.wire, updated=self.updated)
@@ -88,40 +91,41 @@ class Forecast:
     training: Training
     network: Network
     rows: tuple[Row, ...]
-    """The first is plain Megatron as it is."""
+    """All rows. The first row is plain Megatron with the job's arguments."""
     plain: Row
     """The fastest row of plain Megatron."""
     best: Row
-    """The recommended row: about as fast as the fastest of those that lose no more bits than the
-    job or bf16, with the shortest change."""
+    """The recommended row. Of the rows that lose no more bits than the job or bf16, and are about
+    as fast as the fastest of these, it needs the shortest change of arguments."""
     few_bits: tuple[Row, ...]
-    """The same of int8, and of int4, where these gain more than `best`."""
+    """The best row with int8 and the best row with int4, if they gain more than `best`."""
     micro_batch_s: float | None = None
-    """Seconds for which a micro-batch computes; None: not known."""
+    """Computing time of a micro-batch, in seconds; None: unknown."""
 
     def typed(self, flags: Sequence[str]) -> tuple[str, ...]:
-        """The words that a user types for these arguments."""
+        """Return the words that a user types for these arguments."""
         on_hosts = not self.network.servers.extra
         return self.training.program.typed(flags, on_hosts=on_hosts)
 
     def name(self, row: Row) -> str:
-        """The words of a row, or what it is."""
+        """Return the name of a row: the words that a user types, or a description."""
         if row.compared:
             return "FP8 over NCCL"
         return " ".join(self.typed(row.flags)) or f"plain {self.training.program.name}, as it is"
 
     def step_gain(self, row: Row) -> float:
-        """Gain of a whole step over the best plain row's; of its communication, where it is not
-        known for how long a micro-batch computes."""
+        """Return the gain of a whole step over a step of the best plain row. If the computing time
+        of a micro-batch is unknown, return the gain of the communication."""
         if self.micro_batch_s is None:
             return row.gain
         compute = self.micro_batch_s
         return self.plain.step_seconds(compute) / row.step_seconds(compute)
 
     def changes(self, row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The words to add, and the arguments to drop, for a row.
+        """Return the words that a user adds, and the arguments that a user drops, to get a row.
 
-        ``--use-dpu-reduce`` is not dropped for a plain row: it leaves such buckets to NCCL.
+        A plain row keeps ``--use-dpu-reduce``, because the flag leaves these buckets to NCCL
+        anyway.
         """
         has = self._has
         drop = has.difference(row.flags)
@@ -131,7 +135,8 @@ class Forecast:
         return self.typed(add), tuple(sorted(drop))
 
     def by_servers(self) -> list[Row]:
-        """The best row through servers that loses no bits, with int8, and with int4."""
+        """Return the best rows that use servers: one that loses no bits, one with int8, one with
+        int4."""
         rows = [row for row in self.rows if row.through_servers and not row.refused]
         classes = [[row for row in rows if not row.loses]]
         classes += [[row for row in rows if row.loses and row.wire == wire] for wire in FEW_BITS]
@@ -139,7 +144,8 @@ class Forecast:
 
     @property
     def _has(self) -> frozenset[str]:
-        # A flag that no row has, as the wire's type where gradients have 16 bits, changes nothing.
+        # A flag that is in no row changes nothing, such as wire dtype bf16 for gradients of 16
+        # bits.
         return self.training.flags & {flag for row in self.rows for flag in row.flags}
 
 
@@ -149,10 +155,10 @@ def forecast(
     """Compare the ways in which a job can reduce its gradients.
 
     Args:
-        training: as its arguments have it.
-        where: the machines; or the links and servers of a job that runs, which has the cores it
-            needs.
-        optimizer_refused: why the servers cannot keep its optimizer; empty: they can.
+        training: the job's present arguments.
+        where: the machines; or the links and servers of a running job, which is assumed to have
+            enough cores.
+        optimizer_refused: reason why servers cannot keep the job's optimizer; empty: they can.
     """
     found = _Rows(training, where)
     plain = found.plain()
@@ -223,7 +229,7 @@ class _Rows:
     """Makes the rows of a job on its machines."""
 
     def __init__(self, training: Training, where: Machines | Network) -> None:
-        # Groups of thousands are hashed once, and looked at once for each question.
+        # `Hosts` caches its hash: groups may have thousands of members.
         self._training = replace(
             training,
             kinds=tuple(
@@ -236,11 +242,12 @@ class _Rows:
 
     @property
     def base(self) -> Training:
-        """The training without servers."""
+        """The job's training, without servers."""
         return replace(self._training, updated=False, wire=None)
 
     def plain(self) -> list[Row]:
-        """Plain Megatron: as it is, and with each combination of its own flags that it lacks."""
+        """Return the rows of plain Megatron: with the job's arguments, and with each combination of
+        Megatron's flags that the job could add."""
         now = self.base
         found: list[tuple[tuple[str, ...], Training]] = [((), now)]
         if now.can_shard and not now.sharded:
@@ -259,7 +266,7 @@ class _Rows:
         ]
 
     def fp8(self, flags: tuple[str, ...]) -> Row:
-        """The plain row of these flags with gradients as blocks of fp8, for comparison."""
+        """Return the plain row of these flags with gradients in blocks of fp8, for comparison."""
         one = replace(self._plain[flags], gradient_bytes=FP8_BYTES)
         return replace(self._row(one, flags, routing.COLLECTIVE), compared=True)
 
@@ -301,7 +308,8 @@ class _Rows:
             for host in spread:
                 into[host] = into.get(host, 0.0) + count * load.host
                 gathered[host] = gathered.get(host, 0.0) + count * parameters
-            # `load` is of a group that all hosts push to at the same time.
+            # `load.server` assumes that all hosts push at the same time; here only those of the
+            # group do.
             server += count * load.server * len(spread) / network.servers.hosts
         share = copied / network.servers.count
         pushes = Load(
@@ -328,7 +336,8 @@ class _Rows:
         )
 
     def _copied(self, training: Training) -> float:
-        """Bytes of a value that a server sends on, to the one that keeps a copy."""
+        """Return the bytes per value that a server sends to the server that keeps a copy of its
+        state."""
         if self._machines is None or not self._machines.backup:
             return 0.0
         return 4.0 if training.wire in FEW_BITS else _wire_bytes(training)
@@ -336,7 +345,7 @@ class _Rows:
     def _push_seconds(
         self, load: Load, flow: Flow, copied: float, wire: str | None
     ) -> tuple[float, str]:
-        """Time of the NICs, or of what takes longer, with its name."""
+        """Return the time of the push-pulls and its bottleneck; an empty name means the NICs."""
         seconds = self.network.seconds(routing.FLAT, load)
         if self._machines is None or not flow.pushed:
             return seconds, ""
@@ -347,14 +356,15 @@ class _Rows:
 
 
 def add_rate_of(machines: Machines, wire: str | None) -> float:
-    """Bytes of pushes in this type that a core adds per second."""
+    """Return the bytes of pushes of this type that a core adds per second."""
     return BLOCK_VALUES_PER_CORE * FEW_BITS[wire] if wire in FEW_BITS else machines.add_rate
 
 
 def _pieces(
     training: Training,
 ) -> list[tuple[Kind, tuple[int, ...], float, float, bool]]:
-    """Each kind's groups: hosts, number, elements, and whether servers update these."""
+    """Return for each group its kind, hosts, number of such groups, elements, and whether servers
+    update these elements."""
     pieces = []
     for kind in training.kinds:
         left = kind.left if training.updated else 0.0
@@ -368,7 +378,7 @@ def _pieces(
 def _sum(
     training: Training, hosts: tuple[int, ...], elements: float, *, updated: bool
 ) -> routing.Sum:
-    # Parameters come down as differences, always in 8 bits.
+    # Parameters are pulled as differences, always in 8 bits.
     differences = updated and training.wire in FEW_BITS
     return routing.Sum(
         hosts=hosts,
@@ -387,7 +397,7 @@ def _wire_bytes(training: Training) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _gathered(hosts: tuple[int, ...], instances: int) -> float:
-    """The part of a group's parameters that leaves one of its hosts, where they are gathered."""
+    """Return the fraction of a group's parameters that leaves a host in their all-gather."""
     shards = len(hosts) // instances
     within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
     return cost_model.reduce_scatters(within, 1.0).host

@@ -1,4 +1,4 @@
-"""Reduction of a job's gradients, and the place of its optimizer."""
+"""Description of how a job reduces its gradients, and where its optimizer is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SHARDED, INSTANCES = "--use-distributed-optimizer", "--num-distributed-optimizer
 HALF = "--grad-reduce-in-bf16"
 PRESET = "--dpu-preset"
 OWN_HOSTS = f"{PRESET} own-hosts"
-"""Stands for `USE`, `OPTIMIZER` and int8; another `WIRE` next to it wins."""
+"""Preset that stands for `USE`, `OPTIMIZER` and int8. An explicit `WIRE` overrides its int8."""
 
 FEW_BITS = {"int8": 130 / 128, "int4": 66 / 128}
-"""Bytes of a value in blocks of 128, which have one scale of 16 bits."""
+"""Bytes per value in blocks of 128 values with one scale of 16 bits."""
 WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, **FEW_BITS}
-"""Bytes of a value by the type in which it travels."""
+"""Bytes per value, by the type in which values travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class Program:
 
     name: str
     script: str
-    """Stands for the user's script and its arguments."""
+    """Placeholder for the user's script and its arguments."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables in place of Megatron's arguments; empty for Megatron."""
+    """Environment variables that replace Megatron's arguments, by argument; empty for Megatron."""
 
     def typed(self, flags: Collection[str], *, on_hosts: bool) -> tuple[str, ...]:
-        """The words that a user types for these arguments.
+        """Return the words that a user types for these arguments.
 
         Args:
-            on_hosts: all servers are on the workers' hosts.
+            on_hosts: whether all servers are on the workers' hosts.
         """
         if self.variables:
             return tuple(self.variables[flag] for flag in flags)
@@ -47,7 +47,7 @@ class Program:
         return (OWN_HOSTS, *(flag for flag in flags if flag not in stood_for))
 
     def line(self, launcher: str, words: Collection[str]) -> str:
-        """A launch line with these words."""
+        """Return a launch line with these words."""
         words = " ".join(words)
         after = f"{launcher} ... {self.script}"
         return f"{words} {after}" if self.variables else f"{after} {words}"
@@ -63,7 +63,7 @@ DDP = Program(
         HALF: "bf16_compress_hook",
     },
 )
-"""DistributedDataParallel, and what else all-reduces gradients, such as HSDP."""
+"""DistributedDataParallel, and other programs that all-reduce gradients, such as HSDP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,74 +72,78 @@ class Kind:
 
     name: str
     groups: Mapping[tuple[int, ...], float]
-    """Data-parallel groups: the host of each member, in the order of the group, and how many such
-    groups there are."""
+    """Data-parallel groups. Key: the host of each member, in the order of the group. Value: the
+    number of groups with these hosts."""
     elements: float
-    """On each rank."""
+    """Number of gradient elements on each rank."""
     left: float = 0.0
-    """Elements that ranks update even where servers keep the optimizer: Muon's matrices."""
+    """Number of elements that ranks update even if servers keep the optimizer: Muon's matrices."""
 
     @property
     def most_hosts(self) -> int:
-        """Hosts of the group that is spread over the most of them."""
+        """Largest number of hosts of a group."""
         return max((len(per_host(hosts)) for hosts in self.groups), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A job's present arguments, as far as they decide what crosses hosts."""
+    """A job's present arguments, as far as they decide which bytes cross hosts."""
 
     kinds: tuple[Kind, ...]
     gradient_bytes: float = 4
-    """Bytes of an element as it is reduced."""
+    """Bytes per element in the type in which gradients are reduced."""
     wire: str | None = None
-    """Type in which gradients travel to servers, a key of WIRE_BYTES; None: as they are reduced."""
+    """Type in which gradients travel to servers, a key of WIRE_BYTES; None: that of the
+    reduction."""
     accepts: str | None = None
-    """Type with which the user agrees, a key of WIRE_BYTES; None: that of `wire`, or 16 bits."""
+    """Shortest type that the user accepts, a key of WIRE_BYTES; None: that of `wire`, or 16
+    bits."""
     parameter_bytes: int = 2
-    """Bytes of a parameter as the distributed optimizer gathers it."""
+    """Bytes per parameter in the distributed optimizer's all-gather."""
     bf16: bool = True
-    """Parameters are bf16, so that gradients can be reduced in bf16 too."""
+    """Whether parameters are bf16, so that gradients can be reduced in bf16 too."""
     sharded: bool = False
-    """The job uses the distributed optimizer."""
+    """Whether the job uses the distributed optimizer."""
     can_shard: bool = False
-    """The job could use the distributed optimizer: it has Adam, and no wrapper of its own."""
+    """Whether the job could use the distributed optimizer: it uses Adam, and no wrapper that
+    shards."""
     instances: int = 1
-    """Instances of the distributed optimizer."""
+    """Number of instances of the distributed optimizer."""
     updated: bool = False
-    """Servers keep the optimizer."""
+    """Whether servers keep the optimizer."""
     used: bool = False
-    """The job has `USE`."""
+    """Whether the job has the flag `USE`."""
     by_layer: bool = False
-    """With the optimizer on the servers: parameters that are left to ranks are gathered."""
+    """With the optimizer on the servers: whether ranks gather the parameters that they update."""
     program: Program = MEGATRON
     missing_overlaps: tuple[str, ...] = ()
-    """Megatron's flags that hide communication, and that the job does not have."""
+    """Megatron's flags that hide communication and that the job lacks."""
 
     @property
     def flags(self) -> frozenset[str]:
-        """The arguments that are compared and that the job has."""
+        """The job's arguments that the forecast compares."""
         has = {USE: self.used, OPTIMIZER: self.updated}
         wire = [] if self.wire is None else [f"{WIRE} {self.wire}"]
         return frozenset([*wire, *(flag for flag, given in has.items() if given)])
 
     @property
     def least_bytes(self) -> float:
-        """Bytes of a value that may travel without a word about lost bits."""
+        """Least bytes per value at which the forecast does not warn of lost bits."""
         agreed = [WIRE_BYTES[one] for one in (self.accepts, self.wire) if one is not None]
         return min([2.0, *agreed])
 
     @property
     def crossing(self) -> tuple[Kind, ...]:
-        """Kinds of which a group is on several hosts."""
+        """Kinds of gradients with a group on several hosts."""
         return tuple(kind for kind in self.kinds if kind.most_hosts > 1)
 
 
 @functools.lru_cache(maxsize=64)
 def instances_of_one_host(hosts: tuple[int, ...]) -> int | None:
-    """Count a group's instances if each is a host with several ranks.
+    """Return the number of a group's optimizer instances if each instance is a host with several
+    ranks.
 
-    None: impossible. 1: the group is on one host.
+    None if this is impossible; 1 if the group is on a single host.
     """
     counts = per_host(hosts)
     if len(counts) == 1:
@@ -150,9 +154,9 @@ def instances_of_one_host(hosts: tuple[int, ...]) -> int | None:
 
 
 def instances_for_hosts(training: Training) -> int | None:
-    """Count the optimizer instances if each is a host.
+    """Return the number of optimizer instances if each instance is a host.
 
-    None: the job has as many already, or it is impossible.
+    None if the job has as many instances already, or if this is impossible.
     """
     if not training.sharded:
         return None

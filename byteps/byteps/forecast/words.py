@@ -1,4 +1,4 @@
-"""A forecast in words: the table, and the one answer that all programs print."""
+"""A forecast as text: the table, and the recommendation that all programs print."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _change(found: Forecast, row: Row) -> str:
 
 
 def servers_text(servers: Servers) -> str:
-    """Placement of the servers."""
+    """Describe the placement of the servers."""
     places = []
     if servers.extra:
         machines = "machine" if servers.extra == 1 else "machines"
@@ -62,7 +62,7 @@ def servers_text(servers: Servers) -> str:
 
 
 def rates_text(network: Network) -> str:
-    """The rates of the links, or how they were measured."""
+    """Describe the rates of the links, and how they were measured."""
     if not network.host_rate:
         return "link rates not known (BYTEPS_LINK_GBPS): bytes are compared"
     if network.collective_rate and network.measured_bytes:
@@ -78,7 +78,8 @@ def rates_text(network: Network) -> str:
 
 
 def break_even(found: Forecast) -> str:
-    """Computing time of a step up to which servers are worth it; empty: they are not at all."""
+    """Describe up to which computing time of a step servers gain enough; if never, what hides
+    already."""
     rows = (found.best, *found.few_bits)
     row = next((row for row in rows if row.through_servers), None)
     if row is None or row.gain < WORTH_IT or not found.network.host_rate:
@@ -96,7 +97,7 @@ def break_even(found: Forecast) -> str:
 
 
 def _hidden(found: Forecast) -> str:
-    """The computing time of a micro-batch behind which plain training hides what it sends."""
+    """Describe how much communication plain training hides behind a micro-batch."""
     if not (found.network.host_rate and found.training.crossing):
         return ""
     row, name = found.plain, found.training.program.name
@@ -114,7 +115,8 @@ def _hidden(found: Forecast) -> str:
 
 
 def limit_text(found: Forecast, machines: Machines) -> str:
-    """Says what keeps servers from gaining by few bits; empty: nothing does, or the links."""
+    """Describe what keeps servers from gaining by few bits; empty if they gain, or if links are the
+    limit."""
     rows = [row for row in found.by_servers() if row.wire in FEW_BITS]
     if found.few_bits or found.best.through_servers or not rows:
         return ""
@@ -140,7 +142,7 @@ def size_text(nbytes: float) -> str:
 
 
 def table(found: Forecast) -> str:
-    """All rows: bytes over the NICs, time, and gain."""
+    """Return the table of all rows: bytes over the NICs, time, and gain."""
     if not found.training.crossing:
         return NOTHING
     timed = bool(found.network.host_rate)
@@ -167,7 +169,7 @@ def table(found: Forecast) -> str:
                 note(found, row),
             )
         )
-    # A reason takes the width that it needs, and makes no column wider.
+    # The reason of a refused row may be long, so it does not count for the widths of columns.
     shown = [row for row in rows if row[2]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(rows[0]))]
     widths[0] = max(len(row[0]) for row in rows)
@@ -178,7 +180,7 @@ def table(found: Forecast) -> str:
 
 
 def note(found: Forecast, row: Row) -> str:
-    """Remark on a row's gain."""
+    """Return the remark on a row's gain."""
     name = found.training.program.name
     if row.compared:
         return f"for comparison: not in {name}; loss {row.loss}"

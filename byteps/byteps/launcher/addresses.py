@@ -13,11 +13,12 @@ from byteps.launcher.places import byteps_error
 
 LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of no host (RFC 5737, RFC 3849): the default route leads there."""
+"""Addresses that no host has (RFC 5737, RFC 3849), so packets to them would take the default
+route."""
 
 
 def loopback() -> str:
-    """This host's own address for itself: IPv4 where the host has it."""
+    """Return the loopback address: that of IPv4 if the host has IPv4, otherwise that of IPv6."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
@@ -30,19 +31,21 @@ def loopback() -> str:
 def own_address(
     env: Mapping[str, str], store: Store | None = None, others: Iterable[str] = ()
 ) -> str:
-    """The address of this host on the network of the job.
+    """Return the address of this host on the network of the job.
 
-    DMLC_NODE_HOST, the address of DMLC_INTERFACE, or that of the interface which leads to
-    MASTER_ADDR or, without one, to torch.distributed's store. Where that is this host itself, which
-    may know its master by a loopback address alone (its hosts file maps its own name to 127.0.1.1,
-    or the launcher tells it "localhost"), that which leads to the other hosts; where the store is a
-    file, that of the default route, or of this host's name.
+    This is DMLC_NODE_HOST, or else the address of DMLC_INTERFACE. Without these it is the address
+    of the interface that leads to MASTER_ADDR or, if that is not set, to torch.distributed's store.
+    On the host of MASTER_ADDR or the store this may be a loopback address: the hosts file maps the
+    host's own name to 127.0.1.1, or the launcher calls the host "localhost". This host then takes
+    the interface that leads to the other hosts. If the store is a file, this host takes the
+    interface of the default route, or else the address of its host name.
 
     Args:
-        others: addresses of other hosts of the job, as far as these know them.
+        others: addresses of other hosts of the job; an address that its host does not know is
+            empty.
 
     Raises:
-        BytePSError: there is none; the text says what to set.
+        BytePSError: no such address was found; the text says what to set.
     """
     if env.get("DMLC_NODE_HOST"):
         return env["DMLC_NODE_HOST"]
@@ -67,7 +70,7 @@ def own_address(
 
 
 def _host_of(store: object) -> str:
-    """The host of a TCPStore, which others may be around; empty: it is none."""
+    """Return the host of a TCPStore, even if other stores wrap it; "" for another kind of store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -81,7 +84,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """The local address that packets to `host` leave from (no packet is sent)."""
+    """Return the local address from which packets to `host` leave. No packet is sent."""
     failure: OSError | None = None
     try:
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)

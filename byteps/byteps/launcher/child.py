@@ -25,11 +25,12 @@ LOG_LINES_SHOWN = 20
 _LOG_HEAD = re.compile(r"(?:\S+ )?(INFO|WARNING|ERROR|FATAL) \w+ \S+ \S+ \S+:\d+: ")
 
 _endings = threading.Condition()
-"""Notified whenever a child has ended; held while one is reaped or signalled."""
+"""Notified whenever a child has ended. Held while a child is reaped or signalled."""
 
 
 def find_executable() -> str:
-    """Path of byteps-server: the one of this Python's environment before any on PATH."""
+    """Return the path of byteps-server: in this Python's environment or, if it has none, on
+    PATH."""
     for folder in (os.path.dirname(sys.executable), sysconfig.get_path("scripts")):
         candidate = os.path.join(folder, EXECUTABLE)
         if os.access(candidate, os.X_OK):
@@ -47,9 +48,9 @@ def find_executable() -> str:
 class Child:
     """A process started here, with a log file of its own.
 
-    A thread of its own starts the process and waits for it. The thread must live as long as the
-    process: the kernel's parent-death signal is sent when the *thread* that forked ends, so a child
-    started by a short-lived caller's thread would die with that.
+    A thread of this object starts the process and waits for it. This thread must live as long as
+    the process: the kernel sends the parent-death signal when the *thread* that forked ends. A
+    child that a short-lived thread has started would die with the thread.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Child:
     ) -> None:
         """
         Args:
-            cores: where it may run; empty: where this process may.
-            on_end: called in the thread, once the process has ended.
+            cores: cores on which the child may run; empty: the same as this process.
+            on_end: called in that thread, once the process has ended.
             before: called in the new process before the command; not safe beside threads that
                 hold locks.
         """
@@ -129,7 +130,8 @@ class Child:
             _endings.notify_all()
 
     def _obituary(self, status: int) -> str:
-        """A line that says how it ended, with its own error where that is its last word."""
+        """Return a log line that says how the child ended, with its error if that is the last line
+        of its log."""
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         last = "".join(self.last_lines()[-1:])
         head = _LOG_HEAD.match(last)
@@ -145,7 +147,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
@@ -154,11 +156,12 @@ class Child:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with another status than 0, and nobody here expected that."""
+        """Whether the child has ended with another status than 0, and its end was not expected."""
         return self.status not in (None, 0) and not self._is_expected
 
     def wait(self, deadline: float) -> bool:
-        """Whether it ended before `deadline` (of time.monotonic())."""
+        """Wait until the child has ended, at most until `deadline` (a time.monotonic()); return
+        whether it has ended."""
         with _endings:
             # Ended by the end of the child; deadline: the caller's.
             return _endings.wait_for(
@@ -166,11 +169,11 @@ class Child:
             )
 
     def expect_end(self) -> None:
-        """Its end, whatever its status, is no failure from now on."""
+        """Do not count the end of the child as a failure from now on, whatever its exit status."""
         self._is_expected = True
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, which it is expected to end by; nothing where it has ended."""
+        """Send a signal and expect the child to end; do nothing if it has ended already."""
         with _endings:
             if self._process.returncode is None:
                 self._is_expected = True
@@ -178,13 +181,14 @@ class Child:
 
 
 def port_of(scheduler: Child, file: Path, deadline: float) -> int:
-    """Wait for the file to which a scheduler writes its port once it listens, and remove it.
+    """Wait until a scheduler listens and has written its port to `file`; remove the file, return
+    the port.
 
     Raises:
-        BytePSError: it ends, or does not listen by `deadline`, of time.monotonic().
+        BytePSError: the scheduler ended, or does not listen by `deadline` (a time.monotonic()).
     """
     while not file.exists():
-        # Ended by the end of the child; deadline: 10 ms, then the file is looked for.
+        # Ended by the end of the child; deadline: 10 ms, then the loop looks for the file again.
         ended = scheduler.wait(min(deadline, time.monotonic() + 0.01))
         if ended or time.monotonic() >= deadline:
             what = f"ended with status {scheduler.status} before it listened"
@@ -199,8 +203,9 @@ def port_of(scheduler: Child, file: Path, deadline: float) -> int:
 
 
 def end_all(children: Collection[Child], deadline: float, rest_s: float, grace_s: float) -> None:
-    """Wait until all have ended; end those that have not by `deadline`, of time.monotonic(), or
-    ``rest_s`` after one of them has failed: by SIGTERM, and ``grace_s`` later by SIGKILL."""
+    """Wait until all children have ended, at most until `deadline` (a time.monotonic()), and at
+    most ``rest_s`` seconds after a child has failed. Then end the others by SIGTERM, and
+    ``grace_s`` seconds later by SIGKILL."""
     try:
         _wait_all(children, deadline, rest_s)
     finally:  # an interrupt ends the waiting, not the ending

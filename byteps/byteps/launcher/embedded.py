@@ -1,18 +1,18 @@
 """Embedded mode: a scheduler and servers next to the ranks, for a job that names no scheduler.
 
-``bps.init()`` calls :func:`start_if_needed` first. With ``DMLC_PS_ROOT_URI`` set the job joins
-that cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port
-that the kernel chooses, the first rank of every host starts servers there, and the address travels
-to every rank through torch.distributed's default store, with a secret that rank 0 makes unless
-BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. Rank 0 says so in one line, with what that costs. Where
-other settings show that a cluster was meant, nothing is started. ``bps.shutdown()`` calls
-:func:`leave` last, or :func:`stop` after a failure.
+``bps.init()`` calls :func:`start_if_needed` first. If ``DMLC_PS_ROOT_URI`` is set, the job joins
+that cluster, and nothing is started here. Otherwise global rank 0 starts the scheduler on a port
+that the kernel chooses, and the first rank of every host starts servers on its host. All ranks get
+the scheduler's address through torch.distributed's default store. They also get a secret, which
+rank 0 makes unless BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. Rank 0 logs a line about this, with
+the cores and the memory that servers take. If other settings show that the user meant a cluster,
+nothing is started. ``bps.shutdown()`` calls :func:`leave` last, or :func:`stop` after a failure.
 
-Children serve the other ranks until these have left, and no child outlives its rank: that waits for
-them when its process ends. ``--die-with-parent`` makes the kernel end it, also when the rank is
-killed. The other ranks are then told which one was lost, and the children remove their logs: these
-say no more. Logs are kept where a child has failed by itself. Where everything is killed at once,
-nobody is left to remove them.
+Children serve the other ranks until these have left. No child outlives the rank that started it: at
+its end the rank's process waits for its children. With ``--die-with-parent`` the kernel ends a
+child even if its rank is killed. Then the other ranks are told which rank was lost, and the
+children remove their logs, which have no other news. The log of a child that has failed by itself
+is kept. If all processes are killed at once, logs stay, too.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ USUAL_LEAVE_TIMEOUT_S = 600.0
 logger = logging.getLogger(__name__)
 _current: EmbeddedNodes | None = None
 _left: list[EmbeddedNodes] = []
-"""Starts whose jobs this rank has left, and other ranks may not have."""
+"""Nodes that this rank has started for jobs that it has left. Other ranks may still be in these
+jobs."""
 
 EndChildren = Callable[[list[tuple[str, int, str]], str, float, float], bool]
-"""``c_lib.end_children_at_exit``. Takes title, process and log of each child, the folder to remove,
-what to wait in s, and what after a failure."""
+"""``c_lib.end_children_at_exit``. Its arguments: title, process id and log of each child; the
+folder to remove; the longest wait, and the longest wait after a failure, in seconds."""
 
 
 def is_running() -> bool:
-    """Whether this process is in a cluster that the embedded mode started."""
+    """Whether this process is in a cluster that embedded mode has started."""
     return _current is not None
 
 
@@ -55,20 +56,20 @@ def start_if_needed(
 ) -> dict[str, str]:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 
-    Blocks until the address is known; collective over all ranks. Raises BytePSError within
-    BYTEPS_START_TIMEOUT_S with the reason, on every rank that takes part; what this rank had
-    started is ended then.
+    All ranks call this. Blocks until the scheduler's address is known. On failure, every rank that
+    takes part raises BytePSError with the reason within BYTEPS_START_TIMEOUT_S, and ends the
+    processes that it had started.
 
     Args:
-        rank: of this process in the job.
-        size: ranks of the job.
-        store: of torch.distributed, for more than one rank.
-        of_torch: torch.distributed says both, and not the environment.
-        settings: of what is started; they go before the environment's.
+        rank: rank of this process in the job.
+        size: number of ranks of the job.
+        store: store of torch.distributed; needed if the job has more than one rank.
+        of_torch: `rank` and `size` are those of torch.distributed, not of the environment.
+        settings: settings of the started processes; they override the environment.
 
     Returns:
-        What this process has found out, as settings that go before its environment's: its place,
-        and the address and the secret of what was started.
+        Settings that override this process's environment: its local rank and size, and the address
+        and the secret of the started cluster.
     """
     global _current
     if _current is not None:
@@ -104,8 +105,8 @@ def start_if_needed(
 
 
 def demand_no_cluster(env: Mapping[str, str]) -> None:
-    """Raises BytePSError where a job that names no scheduler was meant to: what only a cluster
-    needs is set. DMLC_NUM_WORKER alone may stand in for WORLD_SIZE."""
+    """Raise BytePSError if the user probably forgot to name the scheduler, because variables that
+    only a cluster needs are set. DMLC_NUM_WORKER may be set instead of WORLD_SIZE."""
     names = ["DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"]
     if "WORLD_SIZE" in env:
         names.append("DMLC_NUM_WORKER")
@@ -122,8 +123,8 @@ def demand_no_cluster(env: Mapping[str, str]) -> None:
 
 
 def _warn_of_restarts(env: Mapping[str, str]) -> None:
-    """Warn of a launcher that starts ranks again with a store that has the ended ones' addresses:
-    these ranks would fail in torch.distributed, before anything of ours can say why."""
+    """Warn if the launcher restarts ranks with a store that still has the addresses of the ended
+    ranks. Restarted ranks would fail in torch.distributed, before BytePS could report the cause."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.warning(
@@ -136,16 +137,16 @@ def _warn_of_restarts(env: Mapping[str, str]) -> None:
 
 
 def expect_end() -> None:
-    """Expect that the processes of start_if_needed() end with this process, which has failed.
+    """Expect that the processes of start_if_needed() end now, because this process has failed.
 
-    Their ends are not failures of their own.
+    Their ends do not count as failures of their own.
     """
     for child in [] if _current is None else _current.children:
         child.expect_end()
 
 
 def stop() -> None:
-    """End at once what start_if_needed() started here."""
+    """End the processes that start_if_needed() has started, at once."""
     global _current
     nodes, _current = _current, None
     if nodes is not None and nodes.is_own:
@@ -153,11 +154,11 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """This rank has left the cluster in order.
+    """Record that this rank has left the cluster without a failure.
 
-    Scheduler and servers that it started serve the ranks that have not: they end by themselves,
-    with status 0, once every worker left. This process waits for that when it ends (`end_at_exit`,
-    `end_left`): not here, where another rank may wait for this one.
+    Its scheduler and servers serve the other ranks, and end by themselves, with status 0, once all
+    workers have left. This process waits for them when it ends (`end_at_exit`, `end_left`), not
+    here, because another rank may wait for this rank.
     """
     global _current
     nodes, _current = _current, None
@@ -167,15 +168,17 @@ def leave() -> None:
 
 
 def has_left() -> bool:
-    """Whether something runs that this process has started and left to other ranks."""
+    """Whether a scheduler or server of this process still runs for other ranks, in a job that this
+    rank has left."""
     return any(nodes.running for nodes in _left)
 
 
 def end_at_exit(end_children: EndChildren) -> bool:
-    """Have what this process started ended with it, once its exit status is known.
+    """Arrange that the processes that this process has started end with it, once its exit status is
+    known.
 
     Returns:
-        Whether that is arranged, or nothing needs to be; else call :func:`leave`, :func:`end_left`.
+        Whether this is arranged, or nothing runs. If not, call :func:`leave` and :func:`end_left`.
     """
     for nodes in [*_left, *([] if _current is None else [_current])]:
         running = [(child.title, child.pid, str(child.log)) for child in nodes.running]
@@ -188,11 +191,11 @@ def end_at_exit(end_children: EndChildren) -> bool:
 
 
 def end_left(*, hurries: bool = False) -> None:
-    """At the end of this process wait for what it has left to other ranks, up to
-    BYTEPS_OP_TIMEOUT_S, for a rank that is still at work needs it; then end it.
+    """At the end of this process, wait for scheduler and servers that other ranks still use, at
+    most BYTEPS_OP_TIMEOUT_S; then end them.
 
     Args:
-        hurries: the process ends by a failure, which other ranks may wait for: 5 s.
+        hurries: wait only 5 s: the process ends by a failure, and other ranks may wait for its end.
     """
     patience = max(map(_leave_timeout_s, _left), default=0.0)
     deadline = time.monotonic() + (REST_S if hurries else patience)

@@ -12,49 +12,49 @@ from byteps.launcher.child import Child, end_all, find_executable, port_of
 from byteps.launcher.host_servers import HostServers
 
 REST_S = 5.0
-"""Seconds in which the rest of a job that failed may end by itself."""
+"""Time, in seconds, for the other processes of a failed job to end by themselves."""
 GRACE_S = 5.0
-"""Seconds in which a process may end after a signal."""
+"""Time, in seconds, for a process to end after a signal."""
 
 
 class EmbeddedNodes:
-    """Processes of one start.
+    """Scheduler and servers that this process has started for one job.
 
-    Their logs are in a folder that goes with the last of them, unless one has failed: then they say
-    why.
+    Their logs are in a folder, which is removed when the last process has ended. If a process has
+    failed, the folder is kept, because its logs have the reason.
     """
 
     def __init__(self, rank: int, settings: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            settings: of this job, which go before the environment's.
+            settings: settings of this job; they override the environment.
         """
         self.settings = dict(settings or {})
         self.address: dict[str, str] = {}
-        """Settings that name the cluster: its scheduler, its numbers of nodes, its secret."""
+        """Settings with which nodes join the cluster: scheduler, numbers of nodes, secret."""
         self.children: list[Child] = []
         self.is_left = False
-        """This rank has left the job in order; other ranks may not have."""
+        """Whether this rank has left the job without a failure. Other ranks may still be in it."""
         self.ends_at_exit = False
-        """The C library ends them with this process."""
+        """Whether an exit handler of the C library ends the processes with this process."""
         self._rank, self._pid = rank, os.getpid()
         self._folder: Path | None = None
 
     @property
     def folder(self) -> Path:
-        """The folder of the logs."""
+        """Folder of the logs."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="byteps-embedded-"))
         return self._folder
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has started them: a forked copy owns nothing."""
+        """Whether this process has started the nodes. A forked process has not."""
         return self._pid == os.getpid()
 
     @property
     def running(self) -> list[Child]:
-        """Children that have not ended; none in a forked copy."""
+        """Children that have not ended. Empty in a forked process."""
         return [child for child in self.children if child.running] if self.is_own else []
 
     @property
@@ -69,10 +69,11 @@ class EmbeddedNodes:
         *arguments: str,
         cores: Collection[int] = (),
     ) -> Child:
-        """Start a node that ends with this process, and tells the others that this rank was lost.
+        """Start a node. It ends with this process, and then tells the other nodes that this rank
+        was lost.
 
         Raises:
-            BytePSError: it cannot be started.
+            BytePSError: the node cannot be started.
         """
         log = self.folder / f"{title.replace(' ', '-')}.log"
         options = ("--role", role, f"--die-with-parent=worker {self._rank}", "--log", str(log))
@@ -91,7 +92,7 @@ class EmbeddedNodes:
         """Start the scheduler, wait until it listens, and return its port.
 
         Raises:
-            BytePSError: it does not by `deadline`, of time.monotonic().
+            BytePSError: the scheduler does not listen by `deadline` (a time.monotonic()).
         """
         file = self.folder / "scheduler.port"
         environment = {**environment, "DMLC_PS_ROOT_PORT": "0"}
@@ -99,21 +100,23 @@ class EmbeddedNodes:
         return port_of(scheduler, file, deadline)
 
     def start_servers(self, servers: HostServers, ranks: int) -> None:
-        """Start this host's servers, next to so many ranks."""
+        """Start this host's servers. `ranks`: number of ranks on this host."""
         for number in range(servers.count):
-            # After the workers of this host, so that all have metrics at ports of their own.
+            # Local ranks of servers follow those of workers, so that each process has its own
+            # metrics port.
             local = {"BYTEPS_LOCAL_RANK": str(ranks + number), "BYTEPS_LOCAL_SIZE": str(ranks)}
             environment = {**self.address, **servers.environment, **local}
             self.start(f"server {number}", "server", environment, cores=servers.cores)
 
     def leave(self) -> None:
-        """This rank has left: they serve the others, and end by themselves once all have."""
+        """Record that this rank has left. The nodes serve the other ranks, and end once all have
+        left."""
         self.is_left = True
         self._clean_up()
 
     def end(self, deadline: float) -> None:
-        """Wait for their end until `deadline`, of time.monotonic(), or a moment after one has
-        failed; end those that are left."""
+        """Wait until all nodes have ended, at most until `deadline` (a time.monotonic()), and at
+        most REST_S after a failure; then end the others."""
         try:
             end_all(self.running, deadline, REST_S, GRACE_S)
         finally:

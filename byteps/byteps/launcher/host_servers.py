@@ -1,4 +1,4 @@
-"""The servers that each host of a job in embedded mode starts, and what it has for them."""
+"""Servers of each host in embedded mode, fitted to the host's cores and NICs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from byteps.forecast.training import FEW_BITS
 from byteps.launcher.places import setting
 
 UNKNOWN_GBPS = 40.0
-"""Rate to be ready for where the kernel tells none, as with BYTEPS_CONNECTIONS."""
+"""Assumed rate if the kernel reports none. The default of BYTEPS_CONNECTIONS assumes the same."""
 LEAST_ADDING = 4
 MOST_IO, MOST_ADDING, MOST_SERVERS = 64, 256, 8
 CLOSE = 0.1
-"""Part by which a host's number of servers may miss its share of all NICs' rates."""
+"""Largest relative deviation of a host's number of servers from its share of all NICs' rates."""
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 Means = Mapping[str, Any]
-"""Resources of a host as one of its ranks tells them: see `means_of_host`."""
+"""Resources of a host, as one of its ranks reports them: see `means_of_host`."""
 
 
 def means_of_host(address: str) -> Means:
-    """Resources that this host has for servers, as its ranks tell rank 0.
+    """Return the resources that this host has for servers. Each rank reports them to rank 0.
 
-    A rank that its launcher has bound to some cores tells these alone; together they tell all.
+    If the launcher has bound a rank to some cores, the rank reports only these cores. The ranks of
+    a host together report all of them.
 
     Args:
-        address: of this host, which servers take; empty: not known.
+        address: address of this host, which its servers use; empty: unknown.
     """
     from byteps.torch import c_lib
 
@@ -49,7 +50,7 @@ def means_of_host(address: str) -> Means:
 
 
 def _given(name: str) -> int:
-    """Number that the environment gives; 0: none."""
+    """Return the number that the environment sets; 0 if it is not set."""
     return setting(name, int) if name in os.environ else 0
 
 
@@ -58,7 +59,7 @@ def _mask(cores: Collection[int]) -> str:
 
 
 def _cores(masks: Collection[str]) -> list[int]:
-    """Cores that are in one of these."""
+    """Return the cores that are in at least one of these masks."""
     bits = 0
     for mask in masks:
         bits |= int(mask, 16)
@@ -66,7 +67,7 @@ def _cores(masks: Collection[str]) -> list[int]:
 
 
 def _quota() -> float | None:
-    """CPU time that this process's control groups leave it; None: there is no limit."""
+    """Return the limit, in cores, that control groups set for this process; None: no limit."""
     try:
         lines = _OWN_CGROUP.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -85,32 +86,35 @@ def _quota() -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HostServers:
-    """Server processes of a host. One uses all NICs, with threads on the NUMA nodes of these."""
+    """Server processes of a host. Each uses all NICs, with threads on the NUMA nodes of the
+    NICs."""
 
     count: int
     io_threads: int
-    """Threads of each that move bytes over TCP, most of them next to a NIC."""
+    """Threads per server that move bytes over TCP. Most of them run on the NUMA node of a NIC."""
     adding_threads: int
-    """Threads of each that add."""
+    """Threads per server that add."""
     cores: Sequence[int]
-    """Cores on which they run: on the NUMA nodes of the NICs, where the job may use enough."""
+    """Cores on which the servers run: those on the NUMA nodes of the NICs, if the job may use
+    enough of these."""
     cores_in_all: int
     """Number of cores that the job may use at a time."""
 
     @classmethod
     def fit(cls, ranks: Sequence[Means], count: int) -> HostServers:
-        """Returns as many threads as the NICs' rate needs, in half of the cores that ranks leave.
+        """Return servers with as many threads as the NICs' rate needs, at most half of the cores
+        that ranks leave free.
 
         Args:
-            ranks: what each rank of the host has told.
-            count: processes.
+            ranks: report of each rank of the host.
+            count: number of server processes.
         """
         means = ranks[0]
         cores = _cores([one["cores"] for one in ranks])
         in_all = max(1, min(len(cores), math.floor(means["quota"] or len(cores))))
         rate = (means["gbps"] or UNKNOWN_GBPS) * GBPS
         moving = max(math.ceil(2 * rate / TCP_CORE_RATE), means["nodes"])
-        # Values in four bits take the most cores.
+        # Adding 4-bit values takes the most cores.
         adding = max(math.ceil(rate / FEW_BITS["int4"] / BLOCK_VALUES_PER_CORE), LEAST_ADDING)
         room = math.ceil(max(1, in_all - len(ranks)) / 2)
         moving = max(1, min(moving, round(moving * room / (moving + adding))))
@@ -129,7 +133,7 @@ class HostServers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Settings of each."""
+        """Environment variables of each server."""
         return {
             "BYTEPS_IO_THREADS": str(self.io_threads),
             "BYTEPS_SERVER_ENGINE_THREAD": str(self.adding_threads),
@@ -137,15 +141,15 @@ class HostServers:
 
     @property
     def busy_cores(self) -> int:
-        """Cores that they can use at a time."""
+        """Number of cores that the servers can use at a time."""
         return min(self.cores_in_all, self.count * (self.io_threads + self.adding_threads))
 
 
 def fit_hosts(hosts: Sequence[Sequence[Means]]) -> list[HostServers]:
-    """The servers of each host, by what its ranks have told.
+    """Return the servers of each host. `hosts`: for each host, the reports of its ranks.
 
-    Each server reduces as much as any other. So hosts whose NICs are faster start more of them, and
-    bytes follow the rates.
+    All servers reduce the same number of bytes. So a host with faster NICs gets more servers, and
+    its bytes are in proportion to its rate.
     """
     counts = _counts([ranks[0]["gbps"] for ranks in hosts])
     return [
@@ -155,8 +159,8 @@ def fit_hosts(hosts: Sequence[Sequence[Means]]) -> list[HostServers]:
 
 
 def _counts(gbps: Sequence[float]) -> list[int]:
-    """The fewest servers of each host that are in proportion to these rates; one, if not all rates
-    are known."""
+    """Return the fewest servers per host that are in proportion to these rates; one per host if a
+    rate is unknown."""
     if not all(gbps):
         return [1] * len(gbps)
     parts = [rate / min(gbps) for rate in gbps]
@@ -171,7 +175,7 @@ def _counts(gbps: Sequence[float]) -> list[int]:
 
 
 def cost_text(hosts: Sequence[HostServers]) -> str:
-    """Says what these servers take of their hosts."""
+    """Describe the cores and the memory that these servers take from their hosts."""
     lowest, highest = (pick(hosts, key=lambda one: one.busy_cores) for pick in (min, max))
     cores = f"{lowest.busy_cores} of {lowest.cores_in_all}"
     if lowest.busy_cores != highest.busy_cores:

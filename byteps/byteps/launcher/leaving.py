@@ -2,11 +2,11 @@
 
     python -m byteps.launcher.leaving TORCHRUN_ARGUMENTS
 
-torchrun starts ranks again that end with another status than 0, also on a machine that is about to
-be taken away. So a rank of a replica that has left ends with 0 here, and this program with 143: a
-job that is done and a replica that has left are told apart. It also ends with 143 where torchrun
-was told to end, and with 130 after Ctrl-C, once its ranks have ended. Otherwise all is as with
-torchrun.
+torchrun restarts ranks that end with another status than 0, even on a machine that is about to be
+reclaimed. So here the ranks of a replica that has left end with status 0, and this program ends
+with 143. A launcher can thus tell a replica that has left from a finished job. This program also
+ends with 143 if torchrun was told to end, and with 130 after Ctrl-C, once its ranks have ended. In
+all other cases it does the same as torchrun.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 STATUS = 128 + signal.SIGTERM
-"""The exit status of a process that has left after SIGTERM."""
+"""Exit status of a process that has left after SIGTERM."""
 _FILE = "MEGATRON_BYTEPS_LEFT_FILE"
-"""Names a file that ranks make when they leave."""
+"""Environment variable with the path of a file that ranks create when they leave."""
 
 
 def status() -> int:
-    """This rank leaves: the exit status that it is to end with."""
+    """Record that this rank leaves; return the exit status with which it must end."""
     file = os.environ.get(_FILE)
     if not file:
         return STATUS

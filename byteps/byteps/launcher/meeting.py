@@ -1,16 +1,16 @@
-"""Processes agree on keys of torch.distributed's store that nobody used before.
+"""Agreement on keys of torch.distributed's store that no process has used before.
 
-torchrun lends all lives of a job one store, so a rank that was started again finds what the last
-life wrote there. TORCHELASTIC_RESTART_COUNT does not tell lives apart: each host's agent counts its
-own restarts. So ranks use no key before they have agreed on a random one, which no earlier life has
-seen:
+torchrun gives a restarted job the same store, so restarted ranks find keys that the earlier
+processes have written. TORCHELASTIC_RESTART_COUNT does not distinguish the restarts, because each
+host's agent counts its own. So ranks first agree on a random key, which no earlier process knows:
 
-1. Each member writes a random number, its nonce, at a place that all lives share.
-2. The first member answers every nonce that it finds, at a place named by the nonce, with the key.
-   It does so again where a nonce changes: the one it had answered was of an earlier life.
-3. Each member writes what it has to say at a place named by the key.
+1. Each member writes a random number, its nonce, under a fixed key.
+2. The first member answers every nonce that it finds: it writes the random key under a key named by
+   the nonce. If a nonce changes, the earlier nonce was that of an ended process, and the first
+   member answers again.
+3. Each member writes its message under the random key.
 
-Processes of one life may meet under one name as often as they like.
+The same processes may meet under the same name any number of times.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Protocol
 
 FIRST_LOOK_S = 0.001
 LAST_LOOK_S = 0.1
-"""The first member looks for nonces as often as this, and more and more rarely."""
+"""Shortest and longest pause, in seconds, between two looks of the first member for nonces."""
 
 
 class Store(Protocol):
-    """The part of torch.distributed's key-value store that is used here."""
+    """Methods of torch.distributed's key-value store that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -46,18 +46,19 @@ class AbsentError(RuntimeError):
 
 
 def meet(store: Store, name: str, member: int, size: int, deadline: float) -> str:
-    """Return the prefix of keys that the processes which meet now have for themselves.
+    """Return a prefix of keys that only the processes that meet now use.
 
-    All `size` members call this, each with its number. The first one returns when all others have
-    the prefix, the others as soon as they have it themselves.
+    All `size` members call this, each with its own number. The first member returns when all others
+    have the prefix. Each other member returns as soon as it has the prefix.
 
     Args:
-        name: of what they meet for, the same on all.
-        deadline: of time.monotonic().
+        name: name of the purpose, the same on all members.
+        deadline: a time.monotonic().
 
     Raises:
-        AbsentError: the first member names the others that did not come; others that one.
-        RuntimeError: the store failed, which is a DistStoreError.
+        AbsentError: members did not come in time. The first member raises it with the numbers of
+            the absent members, any other member with the number of the first.
+        RuntimeError: the store failed; torch raises a DistStoreError.
     """
     if member == 0:
         return gather(store, name, size, deadline)[0]
@@ -65,7 +66,7 @@ def meet(store: Store, name: str, member: int, size: int, deadline: float) -> st
 
 
 def tell(store: Store, name: str, member: int, text: str, deadline: float) -> str:
-    """Meet as another member than the first one, which gets `text`. See `meet`."""
+    """Meet as any member but the first; the first member gets `text`. See `meet`."""
     place, nonce = f"byteps/{name}", secrets.token_hex(8)
     answer = f"{place}/answer/{nonce}"
     store.set(f"{place}/nonce/{member}", nonce)
@@ -77,7 +78,8 @@ def tell(store: Store, name: str, member: int, text: str, deadline: float) -> st
 
 
 def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, list[str]]:
-    """Meet as the first member: the prefix, and what each other one tells. See `meet`."""
+    """Meet as the first member; return the prefix and the texts of the other members. See
+    `meet`."""
     place = f"byteps/{name}"
     prefix = f"{place}/{secrets.token_hex(8)}"
     unseen = [f"{place}/nonce/{member}" for member in range(1, size)]
@@ -89,7 +91,7 @@ def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, li
         before, unseen = unseen, []
         for key in before:
             (seen if store.check([key]) else unseen).append(key)
-        # To answer a nonce of an earlier life, too, does no harm: nobody reads it.
+        # An answer to a nonce of an ended process does no harm, because nobody reads it.
         for nonce in set(store.multi_get(seen) if seen else ()) - answered:
             store.set(f"{place}/answer/{nonce.decode()}", prefix)
             answered.add(nonce)
@@ -104,7 +106,8 @@ def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, li
 
 
 def wait_for(store: Store, keys: list[str], deadline: float) -> bool:
-    """Whether all keys were there before `deadline`, of time.monotonic().
+    """Wait until all keys exist, at most until `deadline` (a time.monotonic()); return whether they
+    do.
 
     Raises:
         RuntimeError: the store failed.

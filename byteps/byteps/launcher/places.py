@@ -1,7 +1,7 @@
 """Rank of a process in the job, and its place among the ranks of its host.
 
-A launcher says both by the environment. Where there is none, torch.distributed knows rank and size,
-and the ranks find their places by telling each other their hosts.
+A launcher sets both in the environment. Without a launcher, rank and size are those of
+torch.distributed, and the ranks exchange the names of their hosts to find their local ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
 
 
 def place_settings(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """The settings of a place that this process knows better than its environment does."""
+    """Return a rank's place as variables, which override the environment."""
     ranks = dict.fromkeys(("LOCAL_RANK", "BYTEPS_LOCAL_RANK"), local_rank)
     sizes = dict.fromkeys(("LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE"), local_size)
     numbers = {"RANK": rank, "WORLD_SIZE": size, **ranks, **sizes}
@@ -25,7 +25,8 @@ def place_settings(rank: int, size: int, local_rank: int, local_size: int) -> di
 
 
 def byteps_error(text: str) -> RuntimeError:
-    """The package's own error; this module also loads without the engine."""
+    """Return a BytePSError. It is imported here, because this module also loads without the
+    engine."""
     from byteps.torch import BytePSError
 
     return BytePSError(text)
@@ -62,13 +63,13 @@ class LocalPlace:
 
     host: str
     local: tuple[int, int] | None
-    """Local rank and size, if the launcher said both."""
+    """Local rank and size, if the launcher has set both."""
     is_named: bool
-    """BYTEPS_LOCAL_RANK or BYTEPS_LOCAL_SIZE say it: what they name is kept."""
+    """Whether BYTEPS_LOCAL_RANK or BYTEPS_LOCAL_SIZE is set: their values are never replaced."""
 
     @classmethod
     def own(cls, env: Mapping[str, str], host: str) -> LocalPlace:
-        """This process's, by variables that were read as settings before."""
+        """Return this process's message. Its variables were validated before."""
         named = any(name in env for name in _OURS)
         rank, size = (_first_of(env, name, named) for name in ("LOCAL_RANK", "LOCAL_SIZE"))
         local = (rank, size) if rank is not None and size is not None and rank < size else None
@@ -76,7 +77,7 @@ class LocalPlace:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> LocalPlace:
-        """Reads a rank's message, as JSON."""
+        """Return the message of a rank, from its JSON form."""
         local = None if told["local"] is None else (int(told["local"][0]), int(told["local"][1]))
         return cls(host=told["host"], local=local, is_named=told["is_named"])
 
@@ -88,12 +89,12 @@ def _first_of(env: Mapping[str, str], name: str, named: bool) -> int | None:
 
 
 def find_locals(places: Sequence[LocalPlace]) -> list[tuple[int, int]]:
-    """For each rank its number among the ranks of its host, and how many these are.
+    """Return the local rank and the local size of each rank.
 
-    What the launcher said is kept where it can be: it said so to all, and to no two ranks of a host
-    the same. Otherwise hosts are compared: Ray's launchers tell each rank that it is alone on its
-    host, and without a launcher nobody tells. Then metrics ports would collide, and each rank would
-    count the host's cores and NICs for itself.
+    The launcher's values are kept if all ranks have them, and no two ranks of a host have the same.
+    Otherwise ranks with the same host name are counted. This is necessary without a launcher, and
+    for Ray's launchers, which tell each rank that it is alone on its host. Wrong values would make
+    metrics ports collide, and each rank would claim all cores and NICs of its host.
     """
     told = [(place.host, place.local) for place in places]
     kept = any(place.is_named for place in places) or (

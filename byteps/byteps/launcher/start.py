@@ -1,4 +1,5 @@
-"""Start: ranks of a job find their places and, in embedded mode, scheduler and servers."""
+"""Start of a job: ranks find their local ranks and, in embedded mode, start scheduler and
+servers."""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ from byteps.launcher.meeting import AbsentError, Store, gather, tell, wait_for
 from byteps.launcher.places import LocalPlace, byteps_error, find_locals, place_settings, setting
 
 GRACE_S = 2.0
-"""Time for which the others wait longer than rank 0, which says why it gives up."""
+"""Time, in seconds, for which other ranks wait longer than rank 0, so that they get its error."""
 
 Message = dict[str, Any]
-"""Plain types: it travels as JSON."""
+"""Message between ranks. It has only plain types, because it travels as JSON."""
 
 
 class Start:
-    """The agreement of a job's ranks, by torch.distributed's store.
+    """Exchange between the ranks of a job, through torch.distributed's store.
 
     each rank            its host, its address, its means, or why it cannot start anything
       -> rank 0          every rank's place, each host's servers; starts the scheduler
       -> each rank       its place, the scheduler's address and the secret
       -> a host's first  starts its servers
 
-    Whatever keeps rank 0 from answering is the answer to all, so that every rank fails at once,
-    with the cause. Each reads what is for itself alone: a large job reads few bytes.
+    If rank 0 fails, it answers all ranks with its error, so that every rank fails at once, with the
+    cause. Each rank reads only its own answer, so that a large job reads few bytes.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class Start:
     ) -> None:
         """
         Args:
-            nodes: takes what is started; None: the job joins a cluster.
+            nodes: object that starts the processes and owns them; None: the job joins a cluster.
         """
         self._timeout_s = setting("BYTEPS_START_TIMEOUT_S", float)
         self._deadline = time.monotonic() + self._timeout_s
         self._rank, self._size, self._nodes, self._store = rank, size, nodes, store
 
     def find(self, place: LocalPlace) -> dict[str, str]:
-        """The settings of this process's place, and of the cluster that was started."""
+        """Return settings with this process's local rank and size, and with the address of the
+        started cluster."""
         mine = {"place": asdict(place), "starts": self._nodes is not None, "problem": ""}
         mine |= self._offer()
         answer = self._ask(mine)
@@ -66,10 +68,10 @@ class Start:
         return found | self._nodes.address
 
     def _ask(self, mine: Message) -> Message:
-        """The answer for this rank to what it tells.
+        """Send rank 0 this rank's message, and return its answer.
 
         Raises:
-            BytePSError: a rank did not come, or rank 0 has no answer; the text says why.
+            BytePSError: a rank did not come in time, or rank 0 failed; the text has the reason.
         """
         from byteps.torch import BytePSError
 
@@ -136,7 +138,8 @@ class Start:
             return {"problem": str(error)}
 
     def answers(self, told: list[Message]) -> list[Message]:
-        """On rank 0: what each rank is answered, once the scheduler runs."""
+        """On rank 0, start the scheduler if needed; return the answer for each rank. `told`: the
+        ranks' messages, in the order of ranks."""
         for rank, one in enumerate(told):
             if one["problem"]:
                 raise byteps_error(f"embedded mode, rank {rank}: {one['problem']}")
@@ -166,7 +169,8 @@ class Start:
     def _start_scheduler(
         self, nodes: EmbeddedNodes, host: str, hosts: list[HostServers]
     ) -> dict[str, str]:
-        """Start the scheduler and say so; return the settings that name it."""
+        """Start the scheduler and print a line about it; return the settings with which nodes join
+        it."""
         servers = sum(one.count for one in hosts)
         address = {
             "DMLC_PS_ROOT_URI": host,
@@ -175,7 +179,7 @@ class Start:
             **_new_secret(os.environ, self._size),
         }
         port = nodes.start_scheduler(address, self._deadline)
-        # A logger says nothing at its default level, and everybody must see this.
+        # A logger would drop this line at its default level, but every user must see it.
         line = (
             "embedded mode (DMLC_PS_ROOT_URI is not set): this rank has started the scheduler at "
             f"{join_host_port(host, port)}, and the first rank of each host starts its "
@@ -187,7 +191,8 @@ class Start:
 
 
 def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:
-    """A secret for the job; none where the environment says which, or that there is none."""
+    """Return a setting with a new secret for the job. Return {} if the environment names a secret
+    or disables authentication."""
     if env.get("BYTEPS_SECRET") or env.get("BYTEPS_SECRET_FILE") or env.get("BYTEPS_AUTH") == "0":
         return {}
     if size > 1 and setting("BYTEPS_TLS", bool):
@@ -201,5 +206,5 @@ def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """The two as one word."""
+    """Return host and port as one word; an IPv6 address gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

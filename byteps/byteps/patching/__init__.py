@@ -1,9 +1,9 @@
-"""Patches a Megatron that a user has: a checkout, a plain folder, or the installed megatron-core.
+"""Patches a user's Megatron: a checkout, a plain folder, or the installed megatron-core.
 
-``series`` reads upstream.lock and the series of patches, ``hunks`` applies them in memory,
-``writing`` changes files as a whole or not at all, ``target`` decides what is done. All of it needs
-nothing but Python's standard library. The project's own scripts, which assemble the patched
-upstreams, use the same modules.
+``series`` reads upstream.lock and the series of patches, and ``hunks`` applies patches in memory.
+``writing`` changes all files or none. ``target`` decides which files change. These modules need
+only Python's standard library. The project's own scripts use them to assemble the patched
+upstreams.
 """
 
 from byteps.patching.series import PatchError, home

@@ -1,4 +1,4 @@
-"""Patches in git's format, read and applied in memory, word for word."""
+"""Reads patches in git's format, and applies them in memory. Contexts must match byte for byte."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 @dataclass(frozen=True, kw_only=True)
 class Hunk:
-    """One hunk of a file; lines have their ends."""
+    """A hunk of a patch. Lines include their line ends."""
 
     line: int
-    """First line in the file that the patch was made for, from 1."""
+    """Number of the first line in the file for which the patch was made, from 1."""
     line_after: int
-    """The same in the patched file."""
+    """Number of the first line in the patched file."""
     before: list[bytes]
     after: list[bytes]
 
     def places(self, lines: list[bytes]) -> list[int]:
-        """The lines of a file, from 1, at which it has what this hunk expects, word for word."""
+        """Return the numbers of lines, from 1, at which a file has the lines that this hunk
+        expects. If the expected place is among them, return only that."""
         size = len(self.before)
         firsts = range(len(lines) - size + 1)
         places = [first + 1 for first in firsts if lines[first : first + size] == self.before]
         return [self.line] if self.line in places else places
 
     def backwards(self) -> Hunk:
-        """The hunk that undoes this one."""
+        """Return the hunk that undoes this one."""
         return Hunk(
             line=self.line_after, line_after=self.line, before=self.after, after=self.before
         )
 
     def why_not(self, lines: list[bytes], places: list[int]) -> str:
-        """The reason why it does not fit at one place of a file."""
+        """Return the reason why the hunk does not fit at exactly one place of a file."""
         if places:
             return f", fits at lines {', '.join(map(str, places))}"
         for line in self.before:
@@ -48,12 +49,13 @@ class Hunk:
 
 
 def lines_of(content: bytes) -> list[bytes]:
-    """The lines of a file, with their ends."""
+    """Return the lines of a file, with their line ends."""
     return re.findall(rb"[^\n]*\n|[^\n]+", content)
 
 
 def read_patch(patch: Path) -> dict[str, list[Hunk]]:
-    """The hunks of each file of a patch in git's format; PatchError if one is malformed."""
+    """Return the hunks of a patch in git's format, by file. Raises PatchError if a hunk is
+    malformed."""
     files: dict[str, list[Hunk]] = {}
     path, lines = "", lines_of(patch.read_bytes())
     while lines:
@@ -90,24 +92,24 @@ def read_patch(patch: Path) -> dict[str, list[Hunk]]:
 
 @dataclass(kw_only=True)
 class Trial:
-    """A series of patches, applied in memory past failures."""
+    """Applies a series of patches in memory, and continues after failures."""
 
     upstream: Upstream
     base: Callable[[str], Path]
-    """The file that has the content of a path before the series."""
+    """Function that returns the file with the content that a path has before the series."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """The files that the patches touch, as they leave them."""
+    """Contents of the files that the patches touch, after the patches."""
     count: int = 0
     failures: list[str] = field(default_factory=list)
-    """Hunks that do not apply: patch, file, hunk, line."""
+    """Descriptions of the hunks that do not apply: patch, file, hunk, line."""
 
     def report(self) -> str:
-        """Says what does not apply."""
+        """Return a text with the hunks that do not apply."""
         failures = listed(self.failures, "\n    ")
         return f"  {self.upstream.label} does not apply:\n    {failures}"
 
     def run(self, patches: Iterable[Path], *, backwards: bool = False) -> Trial:
-        """Applies these patches, or takes them back, in the order given; returns itself."""
+        """Apply these patches, or undo them, in the given order; return this object."""
         for patch in patches:
             self.count += 1
             for path, hunks in read_patch(patch).items():

@@ -1,4 +1,4 @@
-"""Upstreams, as upstream.lock names them, and the series of patches for each."""
+"""Upstreams, read from upstream.lock, and the series of patches of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ JUNK = (
 )  # fmt: skip
 """Files that editors, interpreters and tools leave in an overlay folder."""
 SHOWN = 12
-"""Failures or files that a message lists; the others are counted."""
+"""Number of failures or files that a message lists; it only counts the others."""
 
 
 class PatchError(Exception):
-    """A fault that the user can repair; printed without a traceback."""
+    """A fault that the user can repair. It is printed without a traceback."""
 
 
 def say(message: str) -> None:
@@ -47,9 +47,9 @@ def hash_of(path: Path) -> str | None:
 
 
 def home() -> Path:
-    """The folder that holds upstream.lock, patches/, Megatron-LM/ and scripts/.
+    """Return the folder with upstream.lock, patches/, Megatron-LM/ and scripts/.
 
-    That is the checkout which byteps is linked from, else what the wheel has brought.
+    This is the checkout from which byteps is linked or, if there is none, a folder of the wheel.
     """
     here = Path(__file__).resolve().parent
     checkout = here.parents[2]
@@ -58,7 +58,7 @@ def home() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Upstream:
-    """One entry of upstream.lock, which says what each field is; every path is absolute."""
+    """An entry of upstream.lock, whose comments explain the fields. All paths are absolute."""
 
     root: Path
     name: str
@@ -76,7 +76,7 @@ class Upstream:
 
     @property
     def pin(self) -> str:
-        """The hash that names upstream's content."""
+        """Hash that identifies upstream's content."""
         return self.sha256 or self.commit
 
     @property
@@ -84,11 +84,12 @@ class Upstream:
         return f"{self.name} {self.version}"
 
     def shown(self, path: Path) -> str:
-        """`path` as a user knows it: relative to the project where it lies inside."""
+        """Return the path for messages: relative to the project if the file is in it."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def overlay_files(self) -> dict[str, Path]:
-        """The overlay's files by their path in the tree, sorted; junk and its README left out."""
+        """Return the overlay's files by their path in the tree, sorted, without junk and
+        README.md."""
         found: dict[str, Path] = {}
         for folder, subfolders, names in os.walk(self.overlay):
             subfolders[:] = [name for name in subfolders if not is_junk(name)]
@@ -100,7 +101,8 @@ class Upstream:
         return dict(sorted(found.items()))
 
     def fingerprint(self) -> str:
-        """A hash of everything the tree is made from; equal ones give equal trees."""
+        """Return a hash of everything from which the tree is made. Equal hashes mean equal
+        trees."""
         digest = hashlib.sha256(f"1\0{self.name}\0{self.version}\0{self.pin}".encode())
         for relative, path in self.overlay_files().items():
             digest.update(
@@ -116,7 +118,7 @@ def is_junk(name: str) -> bool:
 
 
 def load_lock(root: Path) -> list[Upstream]:
-    """Reads `root`/upstream.lock; PatchError when it is missing or malformed."""
+    """Read `root`/upstream.lock. Raises PatchError if the file is missing or malformed."""
     path = root / "upstream.lock"
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["upstream"]
@@ -138,22 +140,22 @@ def load_lock(root: Path) -> list[Upstream]:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Patches that a folder's file `series` names."""
+    """The patches that the file `series` of a folder names."""
 
     include: str = ""
-    """The first line, where it refers to another folder's series."""
+    """First line of the file if it refers to the series of another folder; otherwise empty."""
     shared: list[Path] = field(default_factory=list)
-    """The patches of that series. They come first."""
+    """Patches of that other series, which are applied first."""
     own: list[Path] = field(default_factory=list)
     instead: dict[str, Path] = field(default_factory=dict)
-    """Patches of this folder that take the place of a shared one, by the name of both."""
+    """Patches of this folder that replace a shared patch, by the common file name."""
 
     @property
     def patches(self) -> list[Path]:
         return [self.instead.get(path.name, path) for path in self.shared] + self.own
 
     def text(self, names: list[str]) -> bytes:
-        """The file `series`, where `names` come after the shared patches."""
+        """Return the content of a file `series` with these names after the shared patches."""
         return "".join(f"{line}\n" for line in [self.include, *names] if line).encode()
 
     def hash_of_shared(self) -> str:
@@ -162,7 +164,7 @@ class Series:
 
 
 def read_series(upstream: Upstream, folder: Path | None = None) -> Series:
-    """Reads a series; PatchError unless series and folder name the same files."""
+    """Read a series. Raises PatchError unless series and folder have the same files."""
     folder = folder or upstream.patches
     series = folder / "series"
     present = {path.name for path in folder.glob("*.patch")}
@@ -188,7 +190,8 @@ def read_series(upstream: Upstream, folder: Path | None = None) -> Series:
 
 
 def part_of(upstream: Upstream, patch: Path) -> str | None:
-    """The part that a patch's message names, which upstream.lock must know; None: no part."""
+    """Return the part that a patch's message names; None: it names none. Raises PatchError if
+    upstream.lock has no such part."""
     message = patch.read_text(encoding="utf-8", errors="replace").split("\n---\n", 1)[0]
     named = re.findall(r"^Part: (.*)$", message, re.M)
     if len(named) > 1 or not set(named) <= set(upstream.parts):

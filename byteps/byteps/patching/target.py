@@ -1,4 +1,4 @@
-"""The Megatron overlay and the series that fits, in a user's own Megatron: applied and undone."""
+"""Applies the Megatron overlay and the series that fits to a user's Megatron, and undoes this."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PATCHED, PLAIN, EDITED = "patched", "plain", "edited since"
 
 
 def installed() -> Path:
-    """The folder of the megatron-core that this Python imports; PatchError if it has none."""
+    """Return the folder of the megatron-core that this Python imports. Raises PatchError without
+    one."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -45,17 +46,17 @@ def installed() -> Path:
 class Target:
     """A Megatron that can be patched: a checkout, a plain folder, or an installed package.
 
-    What is true is read from its files. The record that `apply` leaves only has the originals, and
-    what to look for.
+    The files themselves tell whether they are patched. The record that `apply` writes only has the
+    original files, and the hashes to compare with.
     """
 
     root: Path
     upstreams: tuple[Upstream, ...]
-    """Folders that have a series for Megatron."""
+    """Upstreams with a series for Megatron, oldest first."""
 
     @classmethod
     def of(cls, root: Path | None = None, source: Path | None = None) -> Target:
-        """The Megatron in a folder; by default the installed one.
+        """Return the Megatron in a folder; None: the installed megatron-core.
 
         Args:
             source: folder with upstream.lock; None: `home()`.
@@ -65,7 +66,8 @@ class Target:
 
     @cached_property
     def version(self) -> str:
-        """The version it states, such as 0.19.2 or 0.20.0rc1; PatchError if it has none."""
+        """Version of this Megatron, such as 0.19.2 or 0.20.0rc1. Raises PatchError if its files
+        have none."""
         file = self.root / self.upstreams[0].version_file
         if not file.is_file():
             raise PatchError(f"{self.root} is no Megatron-LM checkout: no {file}")
@@ -76,9 +78,9 @@ class Target:
         return "{MAJOR}.{MINOR}.{PATCH}".format(**fields) + fields.get("PRE_RELEASE", "")
 
     def states(self, record: dict[str, Any]) -> dict[str, list[str]]:
-        """The files of a record by what they are now.
+        """Return the files of a record by their present state.
 
-        A file is PLAIN if nothing of ours is in it: git, or pip, has put another one there.
+        A file is PLAIN if it has no lines of ours, because git or pip has replaced it.
         """
         found: dict[str, list[str]] = {PATCHED: [], PLAIN: [], EDITED: []}
         for path, was in record.get("files", {}).items():
@@ -95,12 +97,13 @@ class Target:
         return found
 
     def apply(self, parts: Collection[str] = ()) -> None:
-        """Applies the overlay and the series that fits, all or nothing.
+        """Apply the overlay and the series that fits: all files or none.
 
-        Takes the first series of which every hunk fits word for word: those tried with its version
-        first, then the newest. Starts from the originals if another state of a series is applied.
-        Of the parts only `parts`. PatchError, changing nothing, if no series applies, if a patched
-        file was edited, or for a file in an overlay file's place.
+        Uses the first series of which every hunk fits exactly. Series that were tested with this
+        version are tried first, then the newest. If another version of the patches is applied,
+        starts from the original files. Optional parts are left out unless `parts` names them.
+        Raises PatchError, and changes nothing, if no series fits, a patched file was edited, or a
+        file has the path of an overlay file.
         """
         writing.recover(self.root)
         version, parts, record = self.version, sorted(parts), writing.load(self.root)
@@ -167,7 +170,7 @@ class Target:
         )
 
     def reverse(self) -> None:
-        """Undoes `apply`; PatchError, changing nothing, if a patched file was edited meanwhile."""
+        """Undo `apply`. Raises PatchError, and changes nothing, if a patched file was edited."""
         writing.recover(self.root)
         record = writing.load(self.root)
         if not record:
@@ -186,7 +189,8 @@ class Target:
         say(f"{self.root}: undone; {len(back)} files are as they were{rest}")
 
     def status(self) -> bool:
-        """Says what the files are; returns whether they are patched as this byteps patches."""
+        """Print the state of the files; return whether they are patched by this version of
+        byteps."""
         record, about = writing.load(self.root), f"{self.root}: Megatron-LM {self.version}"
         if writing.is_interrupted(self.root):
             say(f"{about}: a change was interrupted; 'patch' or 'unpatch' takes it back first")
@@ -220,7 +224,8 @@ class Target:
         return record.get("fingerprint") in {one.fingerprint() for one in self.upstreams}
 
     def _applied_elsewhere(self) -> Upstream | None:
-        """The upstream whose series the files have without a record, as in a clone; None: none."""
+        """Return the upstream whose series is applied although there is no record, as in a clone;
+        or None."""
         for upstream in self.upstreams[::-1]:
             for parts in (list(upstream.parts), []):
                 overlay, patches = _overlay(upstream, parts), _patches(upstream, parts)
@@ -232,7 +237,7 @@ class Target:
 
 
 def _entry(base: Path, new: bytes) -> dict[str, Any]:
-    """A record's entry for a file."""
+    """Return the record's entry for a file."""
     old = lines_of(base.read_bytes()) if base.is_file() else []
     added = [line for line in lines_of(new) if old and line.strip() and line not in old]
     return {

@@ -1,7 +1,8 @@
-"""Changes to several files of a folder, made as a whole or not at all.
+"""Changes several files of a folder: all of them or none.
 
-What will be there, and what was, is complete on the disk before a journal says so; then files are
-renamed. An error takes all back; so does `recover`, after a process that was killed.
+The new files and the old files are complete on the disk before a journal is written. Then files are
+renamed to their places. If an error occurs, the old files are restored. If the process was killed,
+`recover` restores them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 from byteps.patching.series import PatchError, is_junk
 
 RECORD = ".megatron-byteps"
-"""Folder in the changed one: what was done, and the originals of the patched files."""
+"""Subfolder of the changed folder, with the record of the change and the originals of the patched
+files."""
 _STAGED, _APPLIED, _JOURNAL = f"{RECORD}.new", "applied.json", "journal.json"
 
 
 def load(root: Path) -> dict[str, Any]:
-    """The record of the last change; empty: there is none. PatchError if it is damaged."""
+    """Return the record of the last change; empty: there is none. Raises PatchError if it is
+    damaged."""
     file = root / RECORD / _APPLIED
     try:
         record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
@@ -32,7 +35,7 @@ def load(root: Path) -> dict[str, Any]:
 
 
 def original(root: Path, path: str) -> Path:
-    """The file that was there before `path` was patched."""
+    """Return the original of the patched file `path`."""
     return root / RECORD / "original" / path
 
 
@@ -43,14 +46,14 @@ def change(
     originals: Mapping[str, Path],
     folders: Collection[str] = (),
 ) -> None:
-    """Makes a change, or raises and leaves all as it was.
+    """Make a change; on an error, restore everything and raise it.
 
     Args:
-        files: by path in `root`: a content, which replaces a file with the same mode and owner; a
-            file that takes the place, with its own; None: the file goes.
-        record: what `load` returns from then on. None: no record stays.
-        originals: what `original` returns from then on, by path.
-        folders: that go, if nothing but junk is in them. The innermost come last.
+        files: changes by path in `root`. A content replaces the file and keeps its mode and owner.
+            A Path replaces the file, and brings its own mode and owner. None removes the file.
+        record: record that `load` returns afterwards. None: no record is kept.
+        originals: files that `original` returns afterwards, by path.
+        folders: folders to remove if they contain only junk; the innermost last.
     """
     try:
         _stage(root, files, record, originals)
@@ -60,7 +63,7 @@ def change(
         raise
     shutil.rmtree(root / _STAGED, ignore_errors=True)
     for folder in (root / path for path in reversed(list(folders))):
-        # Files of interpreters and editors go with ours.
+        # Remove the files of interpreters and editors together with the folder.
         if folder.is_dir() and all(is_junk(one.name) for one in folder.iterdir()):
             shutil.rmtree(folder)
 
@@ -112,12 +115,12 @@ def _make(root: Path, files: Collection[str], *, is_recorded: bool) -> None:
 
 
 def is_interrupted(root: Path) -> bool:
-    """Whether a process was killed amid a change."""
+    """Return whether a process was killed during a change."""
     return (root / _STAGED / _JOURNAL).is_file()
 
 
 def recover(root: Path) -> None:
-    """Takes back a change that was interrupted."""
+    """Undo a change that was interrupted."""
     staged = root / _STAGED
     if not is_interrupted(root):
         return shutil.rmtree(staged, ignore_errors=True)
@@ -143,7 +146,8 @@ def _place(path: Path) -> Path:
 
 
 def _link(source: Path, place: Path) -> None:
-    """Another name for a file: it keeps mode, owner and times. A copy, where there are no links."""
+    """Make a hard link to a file, which has the same mode, owner and times; or a copy, if the file
+    system has no hard links."""
     try:
         os.link(source, place)
     except OSError:
@@ -159,7 +163,7 @@ def _own(path: Path, like: Path) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The nearest folder above `path` that is there."""
+    """Return the nearest existing folder above `path`."""
     return next(parent for parent in path.parents if parent.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""A few steps of a job plain and through servers: ``megatron-byteps try -h``."""
+"""Runs a few steps of a job, plain and through servers: ``megatron-byteps try -h``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Trial:
         self._last: Message | None = None
 
     def run(self) -> None:
-        """Print what was found. Raises TrialError."""
+        """Make all launches, and print the findings. Raises TrialError."""
         options, words = self._options, self._options.command
         first = command.plain(words)
         sides: tuple[list[Message], list[Message]] = ([], [])
@@ -140,7 +140,7 @@ class _Trial:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the subcommand; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if min(options.steps, options.skip) < 1 or options.launches < 2 or not options.timeout > 0:

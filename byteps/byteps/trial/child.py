@@ -1,4 +1,4 @@
-"""A launch of the user's command: a child of this process, with all that it starts."""
+"""A launch of the user's command: a child process, and all processes that the child starts."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from byteps.trial.command import Launch
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 40.0
-"""Time for a launcher to end its ranks: torchrun gives these 30 s."""
+"""Time, in seconds, for a launcher to end its ranks. torchrun gives its ranks 30 s."""
 _REST_S = 5.0
-"""Time in which what a launcher has left may end by itself, such as servers."""
+"""Time, in seconds, for processes that a launcher has left, such as servers, to end by
+themselves."""
 _LINES = 40
-"""Lines that are shown of a launch that failed."""
+"""Number of log lines that are shown of a failed launch."""
 _TRACEBACK = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
 _OURS = re.compile(r"(INFO|WARNING|ERROR) (worker|server|scheduler) [-\d]+ \S+ \S+:\d+: ")
 
 
 class Command:
-    """The command, as it runs; a context manager, which leaves no process behind.
+    """The running command. A context manager, which leaves no process behind.
 
     Processes whose parent has ended become this process's children, so that none is lost.
     """
 
     def __init__(self, launch: Launch, env: Mapping[str, str], log: Path) -> None:
-        """Raises RuntimeError where the command cannot be started."""
+        """Start the command. Raises RuntimeError if this fails."""
         kept = {name: value for name, value in env.items() if name not in launch.unset}
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -64,23 +65,24 @@ class Command:
         self.wait(_REST_S)
 
     def wait(self, limit_s: float) -> int | None:
-        """The exit status; None where it still runs."""
+        """Wait at most `limit_s` seconds; return the exit status, or None if the command still
+        runs."""
         self._child.wait(time.monotonic() + limit_s)
         return self._child.status
 
     def own_error(self) -> str:
-        """The command's own error, as it printed it."""
+        """Return the error that the command has printed."""
         lines = error_of(self._child.log.read_text(errors="replace").splitlines())
         return "\n".join(f"  | {line}" for line in lines) or "  | (it has printed nothing)"
 
 
 def error_of(lines: Sequence[str]) -> list[str]:
-    """The first traceback of these lines, whose exception is the cause of the others'; without one,
-    the last lines that are none of BytePS's log."""
+    """Return the first traceback of these lines: its exception has caused the others. Without a
+    traceback return the last lines that are not log lines of BytePS."""
     begins = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]
     if not begins:
         return [line for line in lines if not _OURS.search(line)][-_LINES:]
-    # A rank's lines have its prefix, and may be among others'.
+    # A rank's lines begin with its prefix, and may be mixed with lines of other ranks.
     prefix = lines[begins[0]].partition("Traceback")[0]
     own = [line for line in lines[begins[0] :] if line.startswith(prefix)]
     frames = list(itertools.takewhile(lambda line: line.startswith(f"{prefix} "), own[1:]))
@@ -93,7 +95,7 @@ def _wait_until_gone(deadline: float) -> None:
 
 
 def descendants() -> list[int]:
-    """Processes that run and that this one has started, or that these have."""
+    """Return the running processes that descend from this process."""
     children: dict[int, list[tuple[int, str]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The launch line of a user, plain and through servers."""
+"""A user's launch line, changed to run plain or through servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from byteps.forecast.training import OPTIMIZER, PRESET, USE, WIRE
 
 SAME = "same"
 WIRES = (SAME, "bf16", "int8", "int4")
-"""Types in which values may travel; SAME: the one in which they are reduced."""
+"""Types in which values may travel; SAME: the type in which they are reduced."""
 
 _SWITCHES = {USE, OPTIMIZER}
 _VALUES = {PRESET, WIRE, "--dpu-reduce-backend", "--dpu-outer", "--dpu-quorum"}
@@ -19,41 +19,41 @@ _SAVES = {
     "--save": "--save-interval",
     "--non-persistent-ckpt-type": "--non-persistent-save-interval",
 }
-"""Megatron's arguments with which it saves, and the one that says how often."""
+"""Megatron's arguments that enable saving, each with the argument that sets its interval."""
 _NEVER = "1000000000"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A command, and the variables that it needs."""
+    """A command, and changes of its environment."""
 
     words: tuple[str, ...]
     env: Mapping[str, str]
-    """Variables to set; the others stay as they are."""
+    """Environment variables to set."""
     unset: frozenset[str] = frozenset()
-    """Variables to remove."""
+    """Environment variables to remove."""
 
     @property
     def added(self) -> str:
-        """Words that a user adds before or after a plain command."""
+        """Variables that a user puts in front of the plain command."""
         return " ".join(f"{name}={value}" for name, value in self.env.items())
 
 
 def plain(words: Sequence[str]) -> Launch:
-    """The command without BytePS."""
+    """Return the command without BytePS."""
     return Launch(words=_without_saves(_without_flags(words)), env={}, unset=frozenset({_C10D}))
 
 
 def through_servers(
     words: Sequence[str], env: Mapping[str, str], wire: str, *, is_megatron: bool
 ) -> Launch:
-    """The command with BytePS: as it is where it has BytePS's flags or variables, else with those
+    """Return the command with BytePS. If it has no flags or variables of BytePS, those are added
     that docs/use/when-to-use.md recommends.
 
     Args:
         env: the environment of the command.
-        wire: one of WIRES, for a command that does not say itself.
-        is_megatron: Megatron's own loop trains.
+        wire: one of WIRES; used if the command does not choose a type itself.
+        is_megatron: whether the command uses Megatron's training loop.
     """
     if not is_megatron:
         has = env.get(_C10D, "0") not in ("", "0")
@@ -63,7 +63,7 @@ def through_servers(
 
 
 def flags_for(words: Sequence[str], wire: str) -> tuple[str, ...]:
-    """Megatron's flags to add to a command."""
+    """Return the flags to add to a command with Megatron's training loop."""
     if len(_without_flags(words)) < len(words):
         return ()
     if wire in (SAME, "bf16"):
@@ -86,7 +86,8 @@ def _without_flags(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _without_saves(words: Sequence[str]) -> tuple[str, ...]:
-    """A trial must not write over a job's checkpoints."""
+    """Return the words with save intervals that are never reached: a trial must not overwrite a
+    job's checkpoints."""
     flags = {word.partition("=")[0] for word in words}
     never = [word for flag, often in _SAVES.items() if flag in flags for word in (often, _NEVER)]
     return (*words, *never)

@@ -1,4 +1,5 @@
-"""Launches on several hosts, one after the other on all of them.
+"""Keeps the launches on several hosts in step: each begins when the last one has ended on all
+hosts.
 
 The process on rank 0's host leads. After each launch the others tell it how theirs has ended, and
 it answers once its own has: otherwise a launcher could meet the last launch's, which still listens.
@@ -12,31 +13,33 @@ import time
 from byteps.trial.reports import Desk, Message, ask
 
 _LIMIT_S = 120.0
-"""Time in which launchers end on all hosts once the ranks have reported."""
+"""Time, in seconds, for the launchers on all hosts to end once the ranks have reported."""
 
 
 class TrialError(Exception):
-    """The comparison cannot go on; the last line of the text says why."""
+    """The comparison cannot continue. The last line of the text has the reason."""
 
 
 class Hosts:
-    """The processes that launch ranks, seen from one of them."""
+    """The processes that launch ranks, one per host, as one of them sees them."""
 
     def __init__(self, steps: int, skipped: int) -> None:
         self._changed = threading.Condition()
         self._report: Message | None = None
         self._short = 0
         self._others: dict[tuple[int, str], str] = {}
-        """Failures of launches elsewhere: the reason by launch number and process."""
+        """On the leader: why a launch has failed on another host ("": it has not), by launch number
+        and token of the process there."""
         self._own: dict[int, str] = {}
-        """The launch's end on all hosts that the leader knows of."""
+        """On the leader: why a launch has failed on any host ("": it has not), by launch number.
+        Set once it has ended on all hosts."""
         self.desk = Desk(self._answer, steps, skipped)
 
     def report(self) -> Message:
-        """Returns what ranks have reported of the launch that has just ended.
+        """Return the report of the ranks of the launch that has just ended.
 
         Raises:
-            TrialError: nothing.
+            TrialError: no rank has reported enough steps.
         """
         with self._changed:
             report, self._report = self._report, None
@@ -60,11 +63,11 @@ class Hosts:
         """Wait until a launch has ended on all hosts.
 
         Args:
-            report: of this launch, or of an earlier one.
-            failure: why it failed on this host; empty: it did not.
+            report: report of this launch or, if it has none, of an earlier launch.
+            failure: reason why the launch failed on this host; empty: it did not.
 
         Raises:
-            TrialError: it failed on another host.
+            TrialError: the launch failed on another host.
         """
         if report is None or len(report["firsts"]) == 1:
             return
@@ -78,7 +81,8 @@ class Hosts:
             raise TrialError(problem)
 
     def _gather(self, number: int, others: set[str], failure: str) -> str:
-        """On the leader."""
+        """On the leader: wait for the messages of all other processes; return the first failure, or
+        ""."""
         deadline = time.monotonic() + _LIMIT_S
 
         def missing() -> set[str]:

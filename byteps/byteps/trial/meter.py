@@ -1,9 +1,9 @@
-"""The steps of a rank in a trial: their times and losses, with nothing of the script's own.
+"""Measures times and losses of a rank's steps in a trial, without changes of the script.
 
 A step ends where Megatron's ``train_step`` does, or else where the first optimizer of the script
 has stepped. The loss is what Megatron returns, or the number on which the script calls
-``backward()``. After the last step the ranks put their figures together through torch.distributed's
-store, one rank of each host reports them, and all end with status 0.
+``backward()``. After the last step the ranks exchange their figures through torch.distributed's
+store. One rank per host reports all of them, and every rank ends with status 0.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 MEGATRON = "megatron.training.training"
 TORCH = "torch"
 _LIMIT_S = 120.0
-"""Time in which all ranks have ended their last step."""
+"""Time, in seconds, for all ranks to end their last step."""
 _LOSS = "lm loss"
 
 _meter: Meter | None = None
 
 
 def install(text: str) -> None:
-    """Time the steps of this process, if it makes any. Again: do nothing.
+    """Measure the steps of this process, if it makes any. A second call does nothing.
 
     Args:
-        text: of :class:`Settings`.
+        text: text form of :class:`Settings`.
     """
     global _meter
     if _meter is None:
@@ -58,18 +58,18 @@ def install(text: str) -> None:
 
 
 class Meter:
-    """The steps of this rank."""
+    """Measures the steps of this rank."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._kind = TORCH
         self._optimizer: int | None = None
-        """The id of the first one that stepped: a step of it ends a step of training."""
+        """Id of the first optimizer that stepped. Each of its steps ends a training step."""
         self._marks: list[Any] = []
-        """The ends of steps: CUDA events, or seconds."""
+        """End of each step: a CUDA event, or a time in seconds."""
         self._losses: list[Any] = []
         self._seen: list[Any] = []
-        """Losses of micro-batches of the step that runs."""
+        """Losses of the current step's micro-batches so far."""
         self._is_over = False
 
     # ----- ends of steps
@@ -85,7 +85,8 @@ class Meter:
             self._end_step(sum(seen) / len(seen) if seen else None)
 
     def seeing_losses(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """``torch.autograd.backward``, which notes single numbers that it is called on."""
+        """Wrap ``torch.autograd.backward`` so that it records the loss: a tensor with a single
+        number."""
 
         @functools.wraps(backward)
         def seeing(tensors: Any, *arguments: Any, **named: Any) -> Any:
@@ -96,7 +97,8 @@ class Meter:
         return seeing
 
     def wrap_train_step(self, module: ModuleType) -> None:
-        """Have Megatron's training loop, whose module this is, tell of its steps."""
+        """Wrap `train_step` in the module of Megatron's training loop, so that it reports its
+        steps."""
         train_step: Callable[..., Any] = module.train_step
 
         @functools.wraps(train_step)
@@ -141,7 +143,8 @@ class Meter:
         raise SystemExit(0)
 
     def _exchange(self, own: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The figures of all ranks, and whether this is the first rank of its launcher."""
+        """Exchange figures; return those of all ranks, and whether this is the first rank of its
+        launcher."""
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
         limit = timedelta(seconds=_LIMIT_S)
@@ -159,7 +162,7 @@ class Meter:
         left = [f"{key}/left" for key in keys]
         store.set(left[rank], "")
         if rank == 0:  # its process may be the store
-            # Ended by all ranks, which have read it; deadline: _LIMIT_S.
+            # Ended by all ranks, once they have read the summary; deadline: _LIMIT_S.
             store.wait(left, limit)
         return summary, rank == summary["firsts"][self._settings.token]
 
@@ -174,7 +177,7 @@ class Meter:
             "backend": backend,
             "ranks": len(told),
             "hosts": len({one["host"] for one in told}),
-            # A step is as long as on the slowest rank.
+            # The slowest rank decides how long a step takes.
             "times": [max(times) for times in zip(*(one["times"] for one in told), strict=True)],
             "loss": statistics.fmean(losses) if losses else None,
             "joined": any(one["joined"] for one in told),
@@ -188,21 +191,22 @@ class Meter:
         }
 
     def _missing_flags(self) -> list[str]:
-        """Megatron's flags that would make this plain job faster, and that it does not have."""
+        """Return Megatron's flags that this plain job lacks and that would make it faster."""
         module = sys.modules.get(MEGATRON)
         if self._kind != MEGATRON or module is None:
             return []
         return missing_flags(module.get_args())
 
     def report_early_end(self) -> None:
-        """At the end of a process that has made some steps, and too few."""
+        """Report, at the end of the process, if the job has made too few steps."""
         if not self._is_over and self._marks:
             with suppress(OSError):
                 tell(self._settings, {"steps": len(self._marks)})
 
 
 def missing_flags(args: Any) -> list[str]:
-    """Megatron's flags that send less, or hide it, and that a job with these arguments lacks."""
+    """Return Megatron's flags that send fewer bytes, or overlap communication, and that these
+    arguments lack."""
     flags = []
     sharded = args.use_distributed_optimizer
     if not sharded and args.optimizer == "adam":
@@ -217,13 +221,14 @@ def missing_flags(args: Any) -> list[str]:
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Has a meter wrap Megatron's training loop once that is imported."""
+    """Import hook that lets a meter wrap Megatron's training loop when its module is imported."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of Megatron's loop, with a loader that wraps it; None of all else."""
+        """Return the spec of the loop's module, with a loader that wraps the loop; None for other
+        modules."""
         del path, target
         if name != MEGATRON:
             return None
@@ -249,14 +254,14 @@ def _now() -> Any:
 
 
 def _between(one: Any, two: Any) -> float:
-    """Seconds from one mark to the next."""
+    """Return the seconds between two marks."""
     if isinstance(one, torch.cuda.Event):
         return float(one.elapsed_time(two)) / 1000
     return float(two - one)
 
 
 def _is_joined() -> bool:
-    """Whether this rank is a worker of a BytePS job."""
+    """Return whether this rank is a worker of a BytePS job."""
     if "byteps.torch" not in sys.modules:
         return False
     from byteps.torch import session
@@ -265,7 +270,7 @@ def _is_joined() -> bool:
 
 
 def _pushed_bytes() -> int:
-    """Bytes that this rank has sent to servers."""
+    """Return the bytes that this rank has sent to servers."""
     if "byteps.torch" not in sys.modules:
         return 0
     from byteps.torch import figures
@@ -280,7 +285,8 @@ def _host() -> str:
 
 
 def _addresses(store: Any, settings: Settings) -> list[str]:
-    """Names of this host by which another one may reach the process that launched this rank."""
+    """Return names of this host by which other hosts may reach the process that launched this
+    rank."""
     from byteps.launcher.addresses import own_address
 
     found = [socket.gethostname(), *settings.hosts]

@@ -1,5 +1,5 @@
-"""Messages from ranks to the process that launched them, and between such processes: a line of JSON
-each way over a connection of its own."""
+"""Messages from ranks to the process that launched them, and between such processes. Each message
+has its own connection, which carries a line of JSON in each direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, Self
 from byteps.launcher.addresses import ELSEWHERE
 
 VARIABLE = "BYTEPS_TRIAL"
-"""Has ranks measure their steps; internal, of `base/config_table.cc`."""
+"""Environment variable that makes ranks measure their steps; an internal one of
+`base/config_table.cc`."""
 LOOPBACKS = ("127.0.0.1", "::1")
 _CONNECT_S = 10.0
 
@@ -24,39 +25,39 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Orders to the ranks, in the variable."""
+    """Settings for the ranks, the value of VARIABLE."""
 
     steps: int
-    """Steps that are timed."""
+    """Number of timed steps."""
     skipped: int
-    """Steps before these; at least one."""
+    """Number of untimed steps before these; at least one."""
     number: int
     """Number of the launch."""
     port: int
-    """Address at which the process listens that launched the ranks."""
+    """Port at which the process that launched the ranks listens."""
     hosts: tuple[str, ...]
-    """Names of its host."""
+    """Names and addresses of the host of that process."""
     token: str
-    """Makes a message one of this trial, and tells the processes apart that launch ranks."""
+    """Secret of a process that launches ranks. A message with another token is ignored."""
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Reads the variable. Raises ValueError for what is none of ours."""
+        """Parse the variable's value. Raises ValueError if it has another form."""
         told = json.loads(text)
         return cls(**{**told, "hosts": tuple(told["hosts"])})
 
     def text(self, number: int) -> str:
-        """The variable's value for a launch."""
+        """Return the variable's value for a launch."""
         return json.dumps(asdict(replace(self, number=number)))
 
 
 class Desk:
-    """Listens for messages; a context manager. Each is answered by a thread of its own."""
+    """Listens for messages. A context manager. A new thread answers each message."""
 
     def __init__(self, answer: Callable[[Message], Message], steps: int, skipped: int) -> None:
         """
         Args:
-            answer: called with each message that has the token; may block.
+            answer: called with each message that has the token, returns the answer; may block.
         """
         self._answer = answer
         self._socket = _listen()
@@ -80,7 +81,7 @@ class Desk:
         with suppress(OSError):  # closed
             while True:
                 connection, _ = self._socket.accept()
-                # The end of this process waits for answers.
+                # Not a daemon: the end of this process waits until all messages are answered.
                 threading.Thread(target=self._serve, args=(connection,), daemon=False).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -92,7 +93,8 @@ class Desk:
 
 
 def _default_addresses() -> Iterator[str]:
-    """Addresses of this host on its default routes: names are not known everywhere."""
+    """Return the addresses of this host on its default routes, because other hosts may not know its
+    name."""
     for family, elsewhere in zip((socket.AF_INET, socket.AF_INET6), ELSEWHERE, strict=True):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere, 9))  # sends nothing
@@ -100,7 +102,7 @@ def _default_addresses() -> Iterator[str]:
 
 
 def _listen() -> socket.socket:
-    """A port of the kernel's choice, at all addresses."""
+    """Listen at all addresses, on a port that the kernel chooses."""
     with suppress(OSError):
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -111,7 +113,7 @@ def tell(settings: Settings, message: Mapping[str, Any]) -> Message:
     """Send a message to the process that launched this one; return its answer.
 
     Raises:
-        OSError: it cannot be reached, which the text says.
+        OSError: that process cannot be reached.
     """
     return ask(settings.hosts, settings.port, settings.token, message, _CONNECT_S)
 
@@ -119,10 +121,11 @@ def tell(settings: Settings, message: Mapping[str, Any]) -> Message:
 def ask(
     hosts: Sequence[str], port: int, token: str, message: Mapping[str, Any], limit_s: float
 ) -> Message:
-    """The answer to a message, by the first of these names of a host where somebody has the token.
+    """Send a message to the first of a host's names where a process with the token listens; return
+    the answer.
 
     Raises:
-        OSError: nobody has; the text says where that was tried.
+        OSError: no such process was found; the text has the names that were tried.
     """
     failures = []
     for host in hosts:

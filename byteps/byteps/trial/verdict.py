@@ -1,4 +1,4 @@
-"""The findings of a trial, in words."""
+"""The findings of a trial, as text."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from dataclasses import dataclass
 from byteps.trial.reports import Message
 
 ENOUGH = 1.05
-"""The least gain for which BytePS is worth keeping."""
+"""Least gain at which BytePS is recommended."""
 _NAMES = {"nccl": "NCCL", "gloo": "gloo"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The launches of a kind."""
+    """Launches of one kind: plain or through servers."""
 
     name: str
     reports: Sequence[Message]
 
     @property
     def medians(self) -> list[float]:
-        """Seconds of a step of each launch."""
+        """Median seconds per step, of each launch."""
         return [statistics.median(report["times"]) for report in self.reports]
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Median over the launches of these medians, in seconds."""
         return statistics.median(self.medians)
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each launch's last step; none where ranks saw none."""
+        """Loss of the last step of each launch; empty if ranks saw no losses."""
         return [report["loss"] for report in self.reports if report["loss"] is not None]
 
 
 def native_name(report: Message) -> str:
-    """The backend of a plain launch."""
+    """Return the name of a plain launch's backend."""
     names = [name for key, name in _NAMES.items() if key in report["backend"]]
     return " and ".join(reversed(names)) or "the plain command"
 
 
 def fault(report: Message, *, is_plain: bool) -> str:
-    """Why a launch was not what it was meant to be; empty: it was."""
+    """Return why a launch was not of the intended kind; empty: it was."""
     if is_plain and report["joined"]:
         return "the plain launch used BytePS: take it out of the script"
     if not is_plain and not report["joined"]:
@@ -55,13 +55,13 @@ def fault(report: Message, *, is_plain: bool) -> str:
 
 
 def launch_text(report: Message) -> str:
-    """A launch in a line."""
+    """Describe a launch in a line."""
     loss = "not seen" if report["loss"] is None else f"{report['loss']:.4f}"
     return f"{1000 * statistics.median(report['times']):.1f} ms per step, loss {loss}"
 
 
 def table(plain: Side, ours: Side, steps: int) -> str:
-    """Times and losses of both."""
+    """Return a table of times and losses of both kinds."""
     rows = [("", "ms per step", "(min..max of launches)", f"loss after {steps} steps")]
     for side in (plain, ours):
         times, losses = [f"{1000 * one:.1f}" for one in sorted(side.medians)], side.losses
@@ -77,10 +77,10 @@ def table(plain: Side, ours: Side, steps: int) -> str:
 
 
 def answer(plain: Side, ours: Side, added: str) -> str:
-    """Says what to keep, and why.
+    """Return the recommendation, with the reason.
 
     Args:
-        added: what makes the plain command the other one.
+        added: words that turn the plain command into the other one.
     """
     report, native = ours.reports[0], native_name(plain.reports[0])
     gain = plain.seconds / ours.seconds
@@ -100,7 +100,7 @@ def answer(plain: Side, ours: Side, added: str) -> str:
 
 
 def faster_plain(report: Message) -> str:
-    """Says which of Megatron's own flags the plain line lacks; empty: none."""
+    """Name Megatron's own flags that the plain line lacks; empty: it lacks none."""
     if not report["missing"]:
         return ""
     return (
