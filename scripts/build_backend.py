@@ -1,8 +1,8 @@
-"""The build backend of the distribution: scikit-build-core, on the patched BytePS.
+"""Build backend of the distribution: scikit-build-core, applied to the patched BytePS.
 
-Where the tree build/byteps is missing, or is a checkout's, `scripts/apply_patches.sh` makes it what
-upstream.lock, overlay and patches say; that fetches upstream's source distribution with pip. Our
-own source distribution has the tree, and nothing is fetched.
+If the tree build/byteps is missing, or has a git repository as in a checkout,
+`scripts/apply_patches.sh` makes or updates it. This script may fetch upstream's source distribution
+with pip. The project's own source distribution contains the tree, so nothing is fetched.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TREE = _ROOT / "build/byteps"
 
 
 def _assemble() -> None:
-    """Makes the tree.
+    """Make or update the tree.
 
     Raises:
-        SystemExit: it could not be made; the reason was printed.
+        SystemExit: this failed; the script has printed the reason.
     """
     if _TREE.is_dir() and not (_TREE / ".git").exists():
         return
@@ -45,7 +45,7 @@ def _assemble() -> None:
 
 
 def _fetcher() -> list[str]:
-    """Requirements of `_assemble`: an isolated build has no pip."""
+    """Return the requirements of `_assemble`: an isolated build has no pip."""
     return [] if _TREE.is_dir() else ["pip"]
 
 

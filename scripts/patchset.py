@@ -108,20 +108,21 @@ def run(options: argparse.Namespace) -> None:
     if options.command == "tree-key":
         say(tree.tree_key(chosen[0].tree))
         return
-    # One patchset at a time: two would work on the same trees.
+    # Only one patchset may run at a time, because all work on the same trees.
     (root / "build").mkdir(exist_ok=True)
     with (root / "build/.patchset.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if options.command == "export":
-            # Trees of commits go first: their shared patches must not change under them.
+            # Export trees of a commit first: the export of another tree may change their shared
+            # patches.
             chosen.sort(key=lambda upstream: not upstream.commit)
         for upstream in chosen:
             run_one(options, upstream)
 
 
 def run_one(options: argparse.Namespace, upstream: Upstream) -> None:
-    """Without --only, the tree of an upstream that is a commit is not made, but exported where it
-    is there."""
+    """Run the command for an upstream. Without --only, the tree of an upstream that is a commit is
+    not made, but it is exported if it exists."""
     in_passing = upstream.commit and options.only is None
     if options.command == "export":
         if in_passing and not upstream.tree.is_dir():

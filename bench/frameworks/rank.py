@@ -42,7 +42,8 @@ SHARDED = {
     "fsdp-int8-gathers": ("int8", "int8"),
     "fsdp-int4-gathers": ("int4", "int8"),
 }
-"""FSDP2 over all ranks, in bf16: types in which gradients travel, and parameters; none: bf16."""
+"""Ways with FSDP2 over all ranks: wire types of gradients and of parameters. "none": they stay with
+the collectives, in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,8 +148,9 @@ def native(way: str) -> str:
 
 
 def links_ratio(way: str, device: str) -> float:
-    """Bytes that a step of FSDP2 in bf16 sends over each NIC, over those of this way: two gathers
-    of the parameters, and a reduce-scatter of the gradients to servers on the shards' hosts.
+    """Return the bytes that a step of plain FSDP2 in bf16 sends over each NIC, divided by those of
+    this way. A step gathers the parameters twice and reduce-scatters the gradients, here to servers
+    on the shards' hosts.
 
     NCCL's reduce-scatter sends each value once. gloo's is an all-reduce, and sends it twice.
     """

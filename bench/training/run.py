@@ -399,8 +399,8 @@ def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
 
 
 def ratio(done: Sequence[Trained], backends: Sequence[str]) -> tuple[float, float, float]:
-    """Return the relative speed of the first backend: of the medians, and the smallest and largest
-    of two launches in the same round."""
+    """Return how many times as fast the first backend is as the second: by the medians of all
+    launches, and the least and the most by the two launches of a round."""
     ours, theirs = ([one.median_s for one in done if one.backend == name] for name in backends)
     each = [b / a for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(theirs) / statistics.median(ours), min(each), max(each)

@@ -1,4 +1,4 @@
-"""Commits of a tree as patches, and the proof that patches and commits say the same."""
+"""Exports the commits of a tree as patches, and checks that patches and commits are the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ FORMAT = (
     "--encode-email-headers", "--binary", "--filename-max-length=100",
 )  # fmt: skip
 OWN = 101
-"""Number of the first patch after shared ones: another shared one renames none of them."""
+"""Number of the first patch after the shared ones. It is fixed, so that a new shared patch renames
+no other patch."""
 _FROM = f"From: {AUTHOR[0]} <{AUTHOR[1]}>\n".encode()
 _HEADER = re.compile(
     rb"From 0{40} Mon Sep 17 00:00:00 2001\n"
@@ -52,20 +53,21 @@ _POSITION = re.compile(
 
 
 def about_subject(subject: str) -> str | None:
-    """The fault of a patch's subject; None: there is none."""
+    """Return the fault of a patch's subject, or None."""
     if not re.match(r"[a-z][A-Za-z0-9_./-]*: \S", subject):
         return 'the subject must read "area: what it does"'
-    # git would cut the name of the file, perhaps within a word.
+    # git would cut the patch's file name, perhaps within a word.
     if len(subject) > 72:
         return f"the subject has {len(subject)} characters, at most 72"
     return None
 
 
 def format_patches(upstream: Upstream, tree: Path, destination: Path, series: Series) -> list[Path]:
-    """Writes the commits after the overlay's to `destination`; returns the files in order.
+    """Write the commits that follow the overlay's commit to `destination`; return the files in
+    order.
 
-    The first of them are the patches that `series` shares. Raises PatchError, naming the commit,
-    when one cannot be a patch of the series.
+    The first files are the shared patches of `series`. Raises PatchError, with the name of the
+    commit, if a commit cannot be a patch of the series.
     """
     overlay = upstream.overlay_files()
     for commit in git(tree, "rev-list", "--reverse", "overlay..HEAD").split():
@@ -101,19 +103,19 @@ def format_patches(upstream: Upstream, tree: Path, destination: Path, series: Se
 
 
 def says_the_same(one: Path, other: Path) -> bool:
-    """Whether two patches differ in nothing but where in a file they apply."""
+    """Return whether two patches are the same except for line numbers and hashes."""
     return len({_POSITION.sub(rb"@@\1\2", path.read_bytes()) for path in (one, other)}) == 1
 
 
 def is_behind(upstream: Upstream) -> bool:
-    """Whether the patches that the series shares have changed since the tree was made."""
+    """Return whether the shared patches of the series have changed since the tree was made."""
     return State.load(upstream.tree).shared != read_series(upstream).hash_of_shared()
 
 
 def export(upstream: Upstream) -> list[str]:
-    """Rewrites the patch folder from the tree's commits; returns the names of changed files.
+    """Rewrite the patch folder from the tree's commits; return the names of changed files.
 
-    A commit that says the same as the patch that another series holds is not written here.
+    A commit that equals a shared patch, which another series has, is not written.
     """
     tree, folder, series = demand_tree(upstream), upstream.patches, read_series(upstream)
     if is_behind(upstream):
@@ -142,7 +144,7 @@ def export(upstream: Upstream) -> list[str]:
     for name in changed:
         (folder / name).write_bytes(wanted[name])
     if removed or changed:
-        # The next apply makes the commits again from patches, as everybody's are.
+        # The next apply makes the commits again, from the patches, as in every other tree.
         state = State.load(tree)
         state.head, state.fingerprint = head_of(tree), ""
         state.save(tree)
@@ -150,7 +152,7 @@ def export(upstream: Upstream) -> list[str]:
 
 
 def check(upstream: Upstream) -> None:
-    """Proves in a temporary folder that the series applies exactly and survives a round trip."""
+    """Check, in a temporary folder, that the series applies exactly and is exported unchanged."""
     check_form(upstream)
     series = read_series(upstream)
     with tempfile.TemporaryDirectory(prefix="patchset-check-") as temporary:
@@ -160,7 +162,7 @@ def check(upstream: Upstream) -> None:
         git(copy.tree, "tag", "overlay", f"HEAD~{len(series.patches)}")
         files = format_patches(copy, copy.tree, Path(temporary, "export"), series)
         for patch, file in zip(series.patches, files, strict=True):
-            # Lines of shared patches, and of those after them, move with what they apply to.
+            # Line numbers of shared patches, and of later patches, depend on the upstream.
             if not series.include or not says_the_same(patch, file):
                 _compare(upstream, patch, file.read_bytes())
         if files:
@@ -181,9 +183,9 @@ def _compare(upstream: Upstream, path: Path, new: bytes) -> None:
 
 
 def check_form(upstream: Upstream) -> int:
-    """Checks what needs no upstream: names, headers, hunks, and that no patch stands twice.
+    """Check names, headers and hunks, and that no patch occurs twice. This needs no upstream.
 
-    Raises PatchError naming the first file that fails; returns the number of patches.
+    Raises PatchError with the name of the first file that fails. Returns the number of patches.
     """
     series, overlay = read_series(upstream), upstream.overlay_files()
     numbered = dict(enumerate(series.own, start=OWN if series.include else 1))

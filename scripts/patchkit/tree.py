@@ -30,11 +30,11 @@ from byteps.patching.series import (
 )
 
 AUTHOR = ("Megatron-BytePS", "patches@megatron-byteps.invalid")
-"""Author of every patch, whoever made the commit."""
+"""Author in every patch, regardless of who made the commit."""
 FIXED_DATE = "2000-01-01T00:00:00+0000"
-"""Date of the commits of upstream and overlay: equal content gives equal commits."""
+"""Date of all commits, so that equal content gives equal commits."""
 EXCLUDED = "/build/\n/dist/\n/_skbuild/\n*.orig\n*.rej\n" + "\n".join(JUNK) + "\n"
-"""Build products in a tree, which are nobody's work."""
+"""Patterns of build products in a tree. They do not count as uncommitted work."""
 
 # ---- git, which heeds no settings of the user or the system
 
@@ -42,11 +42,11 @@ EXCLUDED = "/build/\n/dist/\n/_skbuild/\n*.orig\n*.rej\n" + "\n".join(JUNK) + "\
 def try_git(
     folder: Path, *arguments: str, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs git in `folder`, whatever its exit status."""
+    """Run git in `folder`; do not raise if it fails."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     variables |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
     variables |= {"GIT_TERMINAL_PROMPT": "0", "TZ": "UTC", "GIT_CONFIG_COUNT": "1"}
-    # A tree made as root and read as a user (or the reverse, in containers) is still ours.
+    # Accept a tree that another user owns: in containers, root may have made it.
     variables |= {"GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
     for who in ("AUTHOR", "COMMITTER"):
         variables |= {f"GIT_{who}_NAME": AUTHOR[0], f"GIT_{who}_EMAIL": AUTHOR[1]}
@@ -60,7 +60,7 @@ def try_git(
 
 
 def git(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
-    """Runs git in `folder` and returns its output; PatchError if it fails."""
+    """Run git in `folder` and return its output. Raises PatchError if git fails."""
     result = try_git(folder, *arguments, env=env)
     if result.returncode != 0:
         raise PatchError(f"git {' '.join(arguments)} failed in {folder}: {reason_of(result)}")
@@ -68,7 +68,7 @@ def git(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str
 
 
 def reason_of(result: subprocess.CompletedProcess[bytes]) -> str:
-    """The lines in which git says what is wrong, without its advice on what to type next."""
+    """Return git's lines about the error, without its advice on what to type next."""
     lines = (result.stderr + b"\n" + result.stdout).decode(errors="replace").splitlines()
     errors = [line.partition(": ")[2] for line in lines if line.startswith(("error: ", "fatal: "))]
     return "; ".join(errors) or " ".join(line.strip() for line in lines if line.strip())
@@ -86,26 +86,28 @@ def files_of(tree: Path, revision: str) -> set[str]:
 
 
 def cache_root() -> Path:
-    """The project's cache, outside the checkout; everything in it is keyed by content."""
+    """Return the folder of the project's cache, outside the checkout. Its entries are named by
+    their content."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("MEGATRON_BYTEPS_CACHE") or Path(base, "megatron-byteps")).absolute()
 
 
 @contextmanager
 def aside(folder: Path) -> Iterator[Path]:
-    """A temporary folder in `folder`, from which results are moved there as a whole."""
+    """Context with a temporary folder in `folder`. Complete results are moved from it to
+    `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".patchset-") as temporary:
         yield Path(temporary)
 
 
 def unpack(upstream: Upstream, destination: Path) -> None:
-    """Writes upstream's files to `destination`, which must not exist; fetches what is missing."""
+    """Write upstream's files to `destination`, which must not exist. Fetch missing files."""
     if upstream.commit:
         repository = find_repository(upstream)
         destination.mkdir()
         with tempfile.TemporaryDirectory() as temporary:
-            # The repository's own index and files stay as they are.
+            # A separate index and work tree leave those of the repository unchanged.
             env = {
                 "GIT_DIR": git(repository, "rev-parse", "--absolute-git-dir").strip(),
                 "GIT_WORK_TREE": str(destination.absolute()),
@@ -123,7 +125,8 @@ def unpack(upstream: Upstream, destination: Path) -> None:
 
 
 def fetch_sdist(upstream: Upstream) -> Path:
-    """The archive of `upstream`; PatchError unless its content is what is pinned."""
+    """Return the source archive of `upstream`. Raises PatchError if its hash is not the pinned
+    one."""
     folder = cache_root() / "sdists" / upstream.sha256
     archive = next(folder.glob("*.tar.gz"), None)
     if archive:
@@ -147,7 +150,7 @@ def _verify(archive: Path, upstream: Upstream) -> None:
 
 
 def _pip_download(upstream: Upstream, destination: Path) -> None:
-    # megatron-core's metadata asks for 3.12; pip says so.
+    # pip also checks that this Python is new enough for the package: megatron-core requires 3.12.
     probe = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
     candidates = [sys.executable, str(upstream.root / "build/venv/bin/python"), "python3"]
     for python in candidates:
@@ -171,7 +174,8 @@ def _pip_download(upstream: Upstream, destination: Path) -> None:
 
 
 def find_repository(upstream: Upstream) -> Path:
-    """A repository with upstream's commit: the user's, or that in the cache, fetched if missing."""
+    """Return a repository with upstream's commit: the user's, or the one in the cache, fetched if
+    necessary."""
 
     def has_commit(folder: Path) -> bool:
         command = ("cat-file", "-e", f"{upstream.commit}^{{tree}}")
@@ -192,7 +196,7 @@ def find_repository(upstream: Upstream) -> Path:
     say(f"{upstream.label}: fetching commit {upstream.commit}")
     with aside(cached.parent) as temporary:
         git(temporary, "init", "-q", "--bare", "--template=", "repository")
-        # A link that carries nothing ends the command after half a minute.
+        # git ends after half a minute without data.
         result = try_git(
             temporary / "repository", "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=30",
             "fetch", "-q", "--depth=1", "--no-tags", upstream.repository, upstream.commit,
@@ -213,18 +217,18 @@ def find_repository(upstream: Upstream) -> Path:
 
 @dataclass
 class State:
-    """Results of the last apply, export or sync; stored inside the tree's .git folder."""
+    """Results of the last apply, export or sync, stored in the tree's .git folder."""
 
     upstream_sha256: str = ""
     """Hash of upstream's source distribution, or its commit."""
     fingerprint: str = ""
-    """Fingerprint of the inputs that HEAD was made from."""
+    """Fingerprint of the inputs from which HEAD was made."""
     head: str = ""
-    """The commit up to which everything also stands in the patch folder."""
+    """Last commit that was exported: the patch folder has everything up to it."""
     synced: dict[str, str | None] = field(default_factory=dict)
-    """Overlay files copied ahead of their commit, by path: their hash; None when deleted."""
+    """Overlay files copied to the tree but not yet committed: hash by path; None if deleted."""
     shared: str = ""
-    """Hash of the patches of another series that HEAD was made from."""
+    """Hash of the shared patches, of another series, from which HEAD was made."""
 
     @staticmethod
     def load(tree: Path) -> State:
@@ -240,11 +244,11 @@ class State:
 
 
 def apply(upstream: Upstream, *, force: bool = False) -> None:
-    """Brings the tree to what lock, overlay and patches say.
+    """Make the tree as upstream.lock, overlay and patches define it.
 
-    The new state is made aside, and only files that differ are touched. Raises PatchError, leaving
-    the tree as it was, when a patch does not apply, when an overlay file would overwrite one of
-    upstream's, or when work would be lost (unless `force`).
+    The new state is made in a temporary folder, and only files that differ are written to the tree.
+    Raises PatchError, and leaves the tree unchanged, if a patch does not apply, an overlay file
+    would overwrite an upstream file, or (unless `force`) work would be lost.
     """
     tree, wanted = upstream.tree, upstream.fingerprint()
     if (tree / ".git").is_dir():
@@ -290,18 +294,19 @@ def apply(upstream: Upstream, *, force: bool = False) -> None:
 
 
 def make_base(upstream: Upstream, tree: Path) -> None:
-    """Makes `tree`, a repository whose one commit (tag `upstream`) is what upstream released."""
+    """Make `tree`: a repository with a single commit (tag `upstream`), which has the files that
+    upstream released."""
     kind = "commit" if upstream.commit else "sha256 of the source distribution"
     with aside(tree.parent) as temporary:
         new = temporary / tree.name
         unpack(upstream, new)
         git(new, "init", "-q", "--template=", "--initial-branch=main")
-        # A collection in the background would run while a temporary worktree is alive.
+        # git's garbage collection would run in the background while a temporary worktree exists.
         for setting in ("core.autocrlf false", "core.fileMode true", "gc.auto 0"):
             git(new, "config", *setting.split())
         (new / ".git/info").mkdir(exist_ok=True)
         (new / ".git/info/exclude").write_text(EXCLUDED, encoding="utf-8")
-        # Bytes in, bytes out, whatever an upstream .gitattributes says.
+        # Keep all bytes unchanged, regardless of upstream's .gitattributes.
         (new / ".git/info/attributes").write_text("* -text -ident -filter\n", encoding="utf-8")
         git(new, "add", "-A", "-f")
         commit(new, f"{upstream.label}\n\n{kind}:\n{upstream.pin}")
@@ -315,7 +320,8 @@ def commit(tree: Path, message: str) -> None:
 
 
 def commit_all(upstream: Upstream, tree: Path, series: Series) -> None:
-    """Commits overlay and patches: exact context and whitespace, no three-way merge."""
+    """Commit overlay and patches. Context and whitespace must match exactly; there is no three-way
+    merge."""
     files, taken = upstream.overlay_files(), files_of(tree, "HEAD")
     for relative, source in files.items():
         blocked = {relative, *map(str, Path(relative).parents)} & taken
@@ -342,7 +348,7 @@ def commit_all(upstream: Upstream, tree: Path, series: Series) -> None:
 
 
 def refuse_to_lose_work(upstream: Upstream) -> None:
-    """Raises PatchError, saying what to do, when the tree holds work that is nowhere else."""
+    """Raise PatchError, with advice, if the tree has work that exists nowhere else."""
     tree, shown = upstream.tree, upstream.shown(upstream.tree)
     if any((tree / ".git" / name).exists() for name in ("rebase-apply", "rebase-merge")):
         raise PatchError(f"a rebase or git am is unfinished in {shown}: finish or abort it")
@@ -365,14 +371,14 @@ def has_commits_to_export(upstream: Upstream) -> bool:
 
 
 def changed_paths(tree: Path) -> list[str]:
-    """Paths that differ from HEAD, but for *.egg-info: an installation rewrites upstream's."""
+    """Return paths that differ from HEAD, except *.egg-info, which installations rewrite."""
     listing = git(tree, "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all")
     paths = sorted(entry[3:] for entry in listing.split("\0") if entry)
     return [path for path in paths if ".egg-info/" not in path]
 
 
 def uncommitted(upstream: Upstream) -> list[str]:
-    """Paths changed in the tree since its HEAD that do not merely mirror the overlay folder."""
+    """Return paths that differ from HEAD and that are not copies of the overlay folder's files."""
     overlay = upstream.overlay_files()
     known = State.load(upstream.tree).synced
     work = []
@@ -391,7 +397,7 @@ def demand_tree(upstream: Upstream) -> Path:
 
 
 def sync_overlay(upstream: Upstream) -> list[str]:
-    """Copies overlay files that differ into the tree, uncommitted; returns the changed paths."""
+    """Copy changed overlay files to the tree without a commit; return the changed paths."""
     tree, files = demand_tree(upstream), upstream.overlay_files()
     state, taken = State.load(tree), files_of(tree, "upstream")
     changed = []
@@ -414,7 +420,8 @@ def sync_overlay(upstream: Upstream) -> list[str]:
 
 
 def tree_key(tree: Path) -> str:
-    """A hash of the content a build of `tree` sees: its HEAD and what differs from it."""
+    """Return a hash of all content that a build of `tree` uses: HEAD, and the files that differ
+    from it."""
     digest = hashlib.sha256(git(tree, "rev-parse", "HEAD^{tree}").encode())
     for path in changed_paths(tree):
         digest.update(f"\0{path}\0{hash_of(tree / path)}".encode(errors="surrogateescape"))

@@ -79,8 +79,8 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
     "dtype",
     [
         pytest.param(("--bf16",), id="bf16", marks=pytest.mark.thorough),
-        # The first step overflows; with another scale the first step after the checkpoint would
-        # too.
+        # The first step overflows. If the loss scale were not restored, the first step after the
+        # checkpoint would overflow, too.
         pytest.param(("--fp16", "--initial-loss-scale", OVERFLOWS, "--hysteresis", "1"), id="fp16"),
         pytest.param(
             ("--bf16", *MUON, "--use-distributed-optimizer"),

@@ -150,8 +150,8 @@ class DieInAStep:
 def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
     prefix: Path, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:
-    """It loads the checkpoint, as at the start, and then takes the others' state; but it loads
-    nothing into the servers, as it did at the start."""
+    """The returning replica loads the checkpoint, as at the start, and then takes the others'
+    state. At the start it also loaded the servers; now it does not."""
     words, arguments = ("--replicas", "2"), (*optimizer, "--ckpt-format", "torch_dist")
     save = ("--save", str(tmp_path), "--save-interval", "4")
     options = failures.parse([*TINY, *words, "--steps", "4", "--", *arguments, *save])
@@ -222,7 +222,7 @@ class Leave:
 def test_one_that_is_told_to_end_leaves(
     prefix: Path, tmp_path: Path, layout: str, who: int, delay: int
 ) -> None:
-    """It leaves after its current step, which all have made: the others lose nothing."""
+    """The replica leaves after its current step, which all have made: the others lose nothing."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "12"]
@@ -320,7 +320,7 @@ def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["plain", "tensor"])
 def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path, layout: str) -> None:
-    """It stays in the job, and exchanges the result of fewer steps."""
+    """A slow replica stays in the job, and exchanges the result of fewer steps."""
     given, megatron = LAYOUTS[layout]
     words = [*TINY, *given, "--every", "6", "--steps", "24", "--slow", "3", "--pace", "0.3"]
     words += ["--quorum", f"{int(given[1]) - 1}@40"]

@@ -203,7 +203,8 @@ def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
 
 
 def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
-    """Without its scheduler a kept server ends after BYTEPS_START_TIMEOUT_S without an answer."""
+    """A kept server that has lost its scheduler ends if no scheduler answers for
+    BYTEPS_START_TIMEOUT_S."""
     cluster = loops(make_cluster, workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "3"})
     cluster.scheduler.send(signal.SIGKILL)
     demand_failed(

@@ -37,7 +37,7 @@ test."""
 
 
 class Writer:
-    """The guest's side: a plugin of its pytest."""
+    """Pytest plugin in the guest, which writes the reports of its tests to a file."""
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class Writer:
 
 
 class RemoteRun:
-    """The host's side: a guest that runs tests in order."""
+    """A guest that runs tests in order, seen from the host."""
 
     def __init__(self, folder: Path, tests: Sequence[str]) -> None:
         self.broken: str | None = None

@@ -255,7 +255,8 @@ def test_several_hosts_take_the_way_to_the_master(master: str, own: str) -> None
 
 
 def test_several_hosts_without_a_master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """mp.spawn: uses the route to torch's store, or to any address."""
+    """Under mp.spawn a rank takes the address of its route to torch's store, or of its default
+    route."""
     towards: list[str] = []
     own = {"node-7": "127.0.1.1", "10.0.0.1": "10.0.0.2", "192.0.2.1": "10.9.0.2"}
     own |= {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}

@@ -203,7 +203,8 @@ def test_servers_on_the_hosts_gain_by_few_bits(
 
 
 def test_one_rank_a_host_with_fp32_gradients() -> None:
-    """4 bytes per element: a ring sends 2 * 3/4 of them, a push all of them, and bf16 half."""
+    """4 bytes per element. A ring sends 2 * 3/4 of them per host, a push all of them, and a push in
+    bf16 half of them."""
     found = forecast(Training(kinds=(dense(4, 1),)), network_of(4))
     ring, flag = found.rows[0], row(found, USE)
     assert ring.gradients == pytest.approx(6 * ELEMENTS) and ring.parameters == 0

@@ -99,10 +99,11 @@ def test_copies_of_the_state_take_memory_and_bandwidth_of_servers() -> None:
     both = [choice(8, replace(machines, backup=on), optimizer="servers") for on in (False, True)]
     plain, copied = (one.needs(one.found.best) for one in both)
     times = [one.found.best.seconds for one in both]
-    # Eight machines with 2e9 / 8 bytes of the model each: 4 hosts push an eighth to each machine,
-    # which also sends its sum to a machine and receives another.
+    # Each of the eight machines keeps 2e9 / 8 bytes of the model. It receives as much from each of
+    # 4 hosts. With copies it also receives as much from another machine: 5 parts instead of 4.
     assert copied.nic_gbps * times[1] == pytest.approx(plain.nic_gbps * times[0] * 5 / 4)
-    # The state of 14 bytes per parameter once more, and the last answer twice.
+    # A copy needs as much memory as the state, 14 bytes per parameter, and the last answer (2
+    # bytes) twice.
     more = copied.server_bytes - plain.server_bytes
     assert more == pytest.approx(1e9 / 8 * (14 + 2 + 2), rel=0.01)
 

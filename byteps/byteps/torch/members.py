@@ -145,7 +145,7 @@ def awaited() -> set[str]:
 
 
 def take_missing() -> set[int]:
-    """Return the replicas that sums of this worker have lacked since the last call."""
+    """Return the replicas that were missing, since the last call, in a sum of this worker."""
     size = session.size() // session.replicas()
     return {rank // size for rank in c_lib.take_missing()}
 

@@ -497,8 +497,9 @@ def start_update(
 def wait_update(handle: int) -> None:
     """Block until an operation of `start_update` has ended.
 
-    Values for GPU tensors are there for work queued on the current stream from now on. An exception
-    of a signal handler is raised at once, and the handle may be waited for again.
+    GPU tensors then have their values for all work that is queued on the current stream after this
+    call. An exception of a signal handler is raised at once, and the handle may be waited for
+    again.
 
     Raises:
         BytePSError: the operation failed; the text says why.

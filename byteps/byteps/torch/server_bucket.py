@@ -314,13 +314,14 @@ class ServerBucket:
 
     @property
     def held_slot(self) -> int:
-        """Slot of the values that the model should have: the slot of the parameters or, if servers
-        send differences, the slot in which servers keep the workers' values."""
+        """Slot with the values of the workers' parameters. If servers send differences, they keep
+        these values in a slot of their own; otherwise the slot of the fp32 parameters has them."""
         return self._shards.held_slot
 
     def load_held(self) -> None:
-        """If servers send differences: after `load`, load the model's current values, to which the
-        next differences are relative. Call this on the same ranks as `load_parameters`."""
+        """If servers send differences: load the model's current values, so that the next
+        differences are relative to these. Call this after `load`. The same ranks as for
+        `load_parameters` call this."""
         if self.held_slot > 0:
             self._shards.load(self.held_slot, self.parameters.float().cpu())
 
@@ -331,8 +332,8 @@ class ServerBucket:
 
     @property
     def owned(self) -> list[Range]:
-        """Ranges of elements that this rank saves: its equal share of each shard that it sends. In
-        Megatron's distributed optimizer the rank would own the same elements."""
+        """Ranges of elements that this rank saves: an equal share of each shard that it sends.
+        These are the elements that the rank would own in Megatron's distributed optimizer."""
         found = []
         for first, last in self._shards.own:
             size = -(-(last - first) // len(self._savers))

@@ -99,10 +99,10 @@ class ServerShards:
         """Declare the shards to the servers.
 
         Args:
-            declarations: declarations of the tensors that this rank sends, in the type in which
-                parameters are pulled: one per element of `pieces`, or one for the whole tensor. If
-                the wire dtype is blocks of few bits, gradients are pushed in these, and differences
-                are pulled.
+            declarations: declarations of the tensors that this rank sends: one per element of
+                `pieces`, or one for the whole tensor. Their dtype is that of pulled parameters. If
+                their wire dtype is blocks of few bits, gradients are pushed in such blocks, and
+                differences are pulled instead of parameters.
             rule: the update rule.
             segments: parameter group of each element; they cover the tensor.
             pieces: pieces into which `whole_pieces` cuts the tensor for the ranks of `host`.

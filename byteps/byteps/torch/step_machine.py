@@ -184,8 +184,8 @@ class StepMachine:
 
     @property
     def is_of_this_job(self) -> bool:
-        """Return whether no parameters were lost because the job ended while they were in
-        flight."""
+        """Return whether the model still belongs to this job. False if the job ended while
+        parameters were in flight, so that they were lost."""
         return not self._arrivals.are_lost
 
     @property

@@ -216,9 +216,9 @@ def _check_errors(report: Report) -> None:
     for kind, error in report.ours.relative.items():
         if kind in FORMS:  # checked bit by bit
             continue
-        # The best possible result has one rounding. torch.distributed rounds once for each rank
-        # that it adds inside a host. Parts sent in another dtype have no counterpart in the other
-        # run.
+        # The error may be that of the other run. Parts sent in another dtype have no counterpart
+        # there: they may have the error of one rounding, or of one rounding per rank that
+        # torch.distributed adds inside a host.
         rounding = torch.finfo(getattr(torch, kind)).eps / 2
         roundings = report.layout.ranks_that_sum_first
         allowed = max(report.theirs.relative.get(kind, 0.0), roundings * rounding)

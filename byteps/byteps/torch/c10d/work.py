@@ -250,7 +250,7 @@ class ServerWork(Work):
         return self.is_settled or all(in_flight.has_ended(handle) for handle in self._handles)
 
     def is_success(self) -> bool:
-        """Return whether the all-reduce has not failed so far, as for other works of torch."""
+        """Return True unless the all-reduce has failed, like other works of torch."""
         return self.exception() is None
 
     def exception(self) -> Exception | None:
@@ -451,7 +451,7 @@ class StreamedWork(Work):
         return self._queue().query()
 
     def is_success(self) -> bool:
-        """Return whether the job has not failed so far, as for other works of torch."""
+        """Return True unless the job has failed, like other works of torch."""
         return not c_lib.has_failed()
 
     def exception(self) -> Exception | None:

@@ -405,7 +405,8 @@ def _whole(bucket: _ParamAndGradBucket, place: int, owed: _Owed) -> _Push:
 
 
 def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> list[_Push]:
-    """Return the tensors that this rank sends of a bucket in blocks with feedback."""
+    """Return the tensors in which this rank sends a bucket, if they travel in blocks with
+    feedback."""
     op: BucketOp = bucket.dpu_reduce_op
     is_alone = len(op.group) == 1 and not op.updated
     if not op.wire.feedback or op.route == bytepslib.routes.COLLECTIVE or is_alone:

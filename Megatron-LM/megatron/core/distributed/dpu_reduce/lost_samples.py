@@ -27,7 +27,8 @@ def begin(args: Namespace) -> None:
 
 
 def take_missing() -> set[int]:
-    """Return the replicas that sums of any rank of this replica have lacked since the last call."""
+    """Return the replicas that were missing, since the last call, in a sum of any rank of this
+    replica."""
     missing = bytepslib.members.take_missing()
     flags = job.most_inside([int(replica in missing) for replica in range(job.replicas())])
     return {replica for replica, flag in enumerate(flags) if flag}
@@ -38,7 +39,7 @@ def tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
     samples.
 
     Args:
-        missing: replicas that the steps' sums have lacked since the last call.
+        missing: replicas that were missing in the steps' sums since the last call.
         present: whether each replica is there now.
     """
     global _told_until

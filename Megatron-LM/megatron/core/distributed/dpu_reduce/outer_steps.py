@@ -292,7 +292,7 @@ def _path(folder: str | None, iteration: int) -> str:
 
 
 _TRY_AFTER = 8
-"""Number of exchanges without a wait after which a step more is tried."""
+"""Number of exchanges without a wait after which the replica tries one more step."""
 
 
 @dataclass
@@ -323,8 +323,9 @@ _pace = _Pace()
 def leaves_out(
     args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
 ) -> bool:
-    """Return whether this iteration is skipped. If so, this function has read its samples, advanced
-    the learning rate, and made an exchange if it was due. All ranks of a replica call this.
+    """Return whether this iteration is skipped. If so, this function has read the iteration's
+    samples, advanced the learning rate, and made an exchange if one was due. All ranks of a replica
+    call this.
 
     Args:
         data: the rank's iterator, or a list with the iterator of each model chunk; None if this

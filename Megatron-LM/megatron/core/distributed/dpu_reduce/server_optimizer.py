@@ -297,8 +297,8 @@ class ServerOptimizer(MegatronOptimizer):
         return bytepslib.step_machine.clip_scale(norm, limit) if limit > 0.0 else 1.0
 
     def _note_scale(self) -> None:
-        """Read the loss scale, which may have changed. To read it waits for the device, as the step
-        does anyway; the backward pass must not wait."""
+        """Read the loss scale, which may have changed. Reading it waits for the device. The step
+        waits anyway, but the backward pass must not."""
         if self.grad_scaler is not None:
             self._unscale = self.grad_scaler.inv_scale.item()
 

@@ -145,8 +145,8 @@ def apart(
     """Return the buffers of a new DDP, with separate buffers for gradients that are summed later or
     clipped by a norm of their own, and for parameters that ranks update.
 
-    Gradients that are summed later get no separate buffers if other gradients could not be sent
-    earlier for it: without ``overlap_grad_reduce``, or if all gradients are summed later.
+    Gradients that are summed later get separate buffers only if this lets other gradients be sent
+    earlier: with ``overlap_grad_reduce``, and if not all gradients are summed later.
 
     Args:
         ddp: the DDP, with its config and process groups.
