@@ -5,7 +5,7 @@
 
 namespace ps {
 
-// Clock of the time in which this process ran, for deadlines on what other processes do.
+// Clock that counts only time in which this process ran. For deadlines of other processes.
 //
 // A process may be stopped (SIGSTOP, a debugger), swapped out, or its virtual machine paused or
 // migrated. Messages then wait unread, and by a steady clock every peer would seem late afterwards.

@@ -82,18 +82,18 @@ class ChannelUser {
  public:
   virtual ~ChannelUser() = default;
 
-  // A message has arrived. The function may move from `*message`. Messages of a node may overtake
-  // each other.
+  // Handles a message that has arrived. May move from `*message`. Messages of a
+  // node may overtake each other.
   virtual void OnMessage(Message* message) = 0;
 
-  // Returns the buffer to receive the `bytes` bytes of values after `head` into; OnMessage then
-  // gets the message with these values. Returns null to use memory of the channel, and
-  // ps::Nowhere() to drop the values (net/link/registration_cache.h); RDMA channels may ignore the
-  // latter. The buffer must stay valid until OnMessage was called for the message, or Abandon or
-  // Stop has returned.
+  // Returns the buffer for the `bytes` bytes of values that follow `head`; OnMessage then gets
+  // the message with these values. Returns null to use memory of the channel, and
+  // ps::Nowhere() to drop the values (net/link/registration_cache.h); RDMA channels may ignore
+  // the latter. The buffer must stay valid until OnMessage was called for the message, or
+  // Abandon or Stop has returned.
   virtual char* PlaceFor(const MessageHead& /*head*/, size_t /*bytes*/) { return nullptr; }
 
-  // An event of the job.
+  // Handles an event of the job.
   virtual void OnEvent(const ps::MembershipEvent& event) = 0;
 
   // Returns this process's report for the scheduler, a packed StatusRecord. Called for each
@@ -125,8 +125,8 @@ class Channel {
   // Never blocks.
   virtual void ReceiveReady() {}
 
-  // Values in flight into these bytes (PlaceFor) are received elsewhere. After the return, nothing
-  // writes to these bytes.
+  // Stops receiving into these bytes (PlaceFor): values in flight are received elsewhere. After the
+  // return, nothing writes to the bytes.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
   // Returns whether sent memory is registered with a device first: see

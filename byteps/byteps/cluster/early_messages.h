@@ -25,7 +25,7 @@ class EarlyMessages {
     user->OnMessage(message);
   }
 
-  // The node has its place: delivers the kept messages.
+  // Delivers the kept messages, now that the node has its place.
   void Release(ChannelUser* user) {
     std::vector<Message> kept;
     {
@@ -36,7 +36,7 @@ class EarlyMessages {
     for (Message& message : kept) user->OnMessage(&message);
   }
 
-  // The node has no place, or lost it: drops the kept messages.
+  // Drops the kept messages: the node has no place, or lost it.
   void Drop() {
     ps::MutexLock lock(&mu_);
     kept_.clear();

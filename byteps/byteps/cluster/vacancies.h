@@ -20,7 +20,7 @@ class Vacancies {
   // `channel` must outlive this.
   explicit Vacancies(const Channel* channel) : channel_(channel) {}
 
-  // The server of `rank` is lost, or was replaced.
+  // Record that the server of `rank` is lost, or was replaced.
   void Lost(int rank) {
     ps::MutexLock lock(&mu_);
     ranks_.insert(rank);

@@ -59,7 +59,7 @@ class DeviceCopies {
   // Throws if the device has failed. (A failed device runs no callbacks.)
   void Check();
 
-  // Enqueues copies. The result: all are done.
+  // Enqueues copies. Returns the moment at which all are done.
   DeviceMoment Enqueue(CopyLane lane, const std::vector<Copy>& copies);
   // Makes later copies of the lane wait for `moment`.
   void MakeWait(CopyLane lane, const DeviceMoment& moment);
@@ -68,11 +68,11 @@ class DeviceCopies {
   // Polls briefly first: a short copy takes a fraction of the time until the driver calls. Returns
   // true if the copies are done; `then` is not called in that case.
   bool AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
-  // The end of all copies to the device so far.
+  // Returns the moment at which all copies to the device so far are done.
   DeviceMoment CopiedToDevice();
   // Makes later work of the caller's `stream` wait for `moment`.
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
-  // Enqueues copies to the device in the caller's `stream`. The result: all are done.
+  // Enqueues copies to the device in the caller's `stream`. Returns the moment of their end.
   DeviceMoment CopyIn(DeviceStream stream, const std::vector<Copy>& copies);
   // Enqueues copies to the device in the caller's `stream`, which first waits until `word` is 1.
   void CopyOnceSet(DeviceStream stream, const DeviceWord* word, const std::vector<Copy>& copies);

@@ -48,7 +48,7 @@ class Declarations {
   // another declaration, and Error if a server refuses or does not answer in time.
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
 
-  // A server answered declaration message `number`. `error`: why the server refused, or "".
+  // Handles a server's answer to declaration message `number`. `error`: its refusal, or "".
   void OnAnswer(uint64_t number, const std::string& error);
 
   // Releases the names of tensors whose groups have this lowest rank. From now on the names can be
@@ -59,16 +59,16 @@ class Declarations {
   //
   // Keeps the number of releases of each name that was ever released.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank);
-  // The last use of these tensors has ended: tells the servers.
+  // Tells the servers that the last use of these tensors has ended.
   void GiveBack(const std::vector<TensorPtr>& tensors);
-  // A server has freed the tensors of release message `number`.
+  // Records that a server has freed the tensors of release message `number`.
   void OnReleased(uint64_t number);
-  // A server was replaced, and its successor has got this worker's declarations and sums: repeats
-  // the releases that the lost server has not answered.
+  // Repeats the releases that a lost server has not answered. Call when its successor has got this
+  // worker's declarations and sums.
   void ReleaseAgain(int server);
 
-  // A server was replaced: declares all tensors to its successor. The thread that receives the
-  // answer calls `then` with the reason if the successor refused, otherwise with "".
+  // Declares all tensors to the successor of a lost server. The thread that receives the answer
+  // calls `then` with the reason if the successor refused, otherwise with "".
   void TellAgain(int server, std::function<void(const std::string&)> then);
   // Returns the oldest round that has not ended of every tensor that has begun a round, by key.
   std::map<uint64_t, uint32_t> OldestRounds();

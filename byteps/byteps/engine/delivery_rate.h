@@ -22,7 +22,7 @@ class DeliveryRate {
     always_waited_ = true;
   }
 
-  // `bytes` have arrived. `more_wait`: other partitions were waiting for room in a window.
+  // Records the arrival of `bytes`. `more_wait`: other partitions waited for room in a window.
   void Add(uint64_t bytes, bool more_wait, int64_t now) {
     bytes_ += bytes;
     always_waited_ &= more_wait;

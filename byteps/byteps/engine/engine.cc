@@ -16,8 +16,8 @@ namespace core {
 
 namespace {
 
-// A tensor is either summed or updated, never both. A sum's rounding errors are state that can be
-// moved, too.
+// Throws unless the operation suits its tensor, which is either summed or updated, never both. A
+// sum's rounding errors are state that can be moved, too.
 void CheckUse(const Operation& operation) {
   const Declaration& declaration = operation.tensor->declaration;
   if ((operation.request.op != kPushPull) == (declaration.rule != nullptr)) return;

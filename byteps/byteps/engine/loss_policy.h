@@ -49,7 +49,7 @@ class LossPolicy {
   // Whether a server is lost and not replaced yet. Releases are then sent later, to the server's
   // successor, by Declarations::ReleaseAgain.
   virtual bool IsVacant(int server);
-  // `server` has freed what it held of a released tensor.
+  // Handles the news that `server` has freed its part of a released tensor.
   virtual void OnReleased(int server, const Tensor& tensor);
 
   // ----- events

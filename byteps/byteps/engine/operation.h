@@ -98,9 +98,9 @@ class Operation {
   bool is_done();
   // The error, or "". Valid once the operation is done.
   std::string error();
-  // A partition's sum has arrived and is being copied to the GPU. The last arrival wakes the
-  // waiting thread, which then spins until the copy is done: to wake it after the copy would take
-  // as long as the copy.
+  // Counts a partition whose sum has arrived and is being copied to the GPU. The last arrival wakes
+  // the waiting thread, which then spins until the copy is done: waking it after the copy would
+  // take as long as the copy.
   void CountArrival();
   // Moves a partition to a later stage. A partition enters each stage at most once, in this order;
   // otherwise throws Error.

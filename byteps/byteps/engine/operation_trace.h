@@ -34,7 +34,7 @@ class OperationTrace {
              TraceArrow arrow);
   // Announces a copy that CopySlice will record.
   void BeginCopy(const Operation& operation) { Expect(operation); }
-  // The announced copy is not made after all.
+  // Withdraws the announcement of a copy that is not made after all.
   void DropCopy(const Operation& operation) { Told(operation); }
   // Records a copy that is done now. The copy began when it was enqueued (`enqueued`) or, if that
   // is later, when the previous copy of the same direction was done.

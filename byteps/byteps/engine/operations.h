@@ -76,7 +76,7 @@ class Operations {
   using RunningSet = std::set<OperationPtr, BeganBefore>;
 
   void Remove(const OperationPtr& operation);
-  // The last running operation has ended: adds the time in which any was running to the counters.
+  // Adds the time in which any operation was running to the counters. Call after the last ended.
   void CountBusy() PS_REQUIRES(mu_);
   // Updates the tensor's open rounds.
   static void EndRound(const Operation& operation);

@@ -66,7 +66,7 @@ class Puller {
   bool LeaveCopy(const Request& request);
   CopyQueue::Entry CopyOf(const Request& request, int track);
   CopyQueue* QueueOf(const Request& request);
-  // A copy to the GPU was enqueued.
+  // Records that a copy to the GPU was enqueued.
   void Begun(const Request& request, int track, int64_t begin);
   // Counts a completed partition, and ends the operation after the last. Throws Error.
   void Count(const Request& request);

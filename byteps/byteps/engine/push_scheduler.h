@@ -63,11 +63,11 @@ class PushScheduler {
   // Blocks until there is a task (returns true) or Close was called (returns false).
   bool Take(Task* task);
 
-  // `bytes` taken for `server` have arrived there, and wait for values of other workers.
+  // Records that `bytes` taken for `server` have arrived there. They wait for other workers.
   void Deliver(int server, uint64_t bytes);
-  // `server` has answered about `bytes`. May be called before their Deliver.
+  // Records that `server` has answered about `bytes`. May be called before their Deliver.
   void Answer(int server, uint64_t bytes);
-  // `bytes` taken for `server` will never arrive, or need not be waited for.
+  // Gives up `bytes` taken for `server`: they never arrive, or nobody needs to wait for them.
   void Return(int server, uint64_t bytes);
 
   // Empties the queues, and returns their tasks. Tasks that were taken stay taken.

@@ -66,7 +66,7 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Returns a guard to hold while the memory is being sent. Returns null if the sum has failed: do
   // not send then.
   std::shared_ptr<void> BeginSend();
-  // The sum of a partition has arrived in the partition's pinned memory.
+  // Records that a partition's sum has arrived in the partition's pinned memory.
   void Arrive(uint64_t index);
   // Enqueues the copies back to the GPU; call once. `stream` waits for the sums, or for Fail.
   // `operation` owns this.
@@ -78,7 +78,7 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   bool is_awaited() const { return is_awaited_; }
   // Never returns the memory to the pool.
   void KeepMemory() const;
-  // The operation has failed: later calls of BeginSend return null.
+  // Makes later calls of BeginSend return null, because the operation has failed.
   void BeginFail();
   // Releases waiting streams, with NaN (-1 for integers) in their sums. Call after BeginFail, once
   // nothing writes into the memory. Waits until `deadline` for sends in flight. A send that takes

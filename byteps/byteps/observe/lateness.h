@@ -14,7 +14,7 @@ namespace core {
 // Records which workers the others waited for. Thread-safe.
 class Lateness {
  public:
-  // A sum is complete. The worker of `rank` pushed last, `wait_ns` after the first.
+  // Records a complete sum. The worker of `rank` pushed last, `wait_ns` after the first.
   void Add(int rank, int64_t wait_ns);
 
   // Returns the records since the last call: the number of sums, and the workers that caused the

@@ -26,7 +26,7 @@ class StatusBoard {
   StatusBoard(std::string version, double patience_s)
       : version_(std::move(version)), patience_s_(patience_s) {}
 
-  // The scheduler listens at `host`:`port`; `view` returns the state of its job.
+  // Sets where the scheduler listens. `view` returns the state of its job.
   void Attach(const std::string& host, int port, std::function<ps::JobView()> view);
   // Stops calling `view`. The last state remains available.
   void Detach();
@@ -34,7 +34,7 @@ class StatusBoard {
   // Takes a node's packed StatusRecord. An unreadable one counts as a problem of the node.
   void OnReport(int node_id, const std::string& report);
 
-  // The job's nodes are gone; others will come.
+  // Forgets the job's nodes: they are gone, and others will come.
   void OnIncarnation();
 
   // Returns an object whose members docs/use/observability.md lists.

@@ -26,13 +26,13 @@ class JobLog {
   // Thread-safe.
   void OnEvent(const ps::MembershipEvent& event);
 
-  // On a server: all nodes are present.
+  // Logs, on a server, that all nodes are present.
   void OnComplete(int rank, int workers);
-  // On a server that outlived a job.
+  // Logs, on a server that outlived a job, that it joins the next generation.
   void OnRestart();
 
-  // On the scheduler: logs who is missing, and the counted nodes, if it is time. Returns when to
-  // call again.
+  // Logs, on the scheduler, who is missing, and the counted nodes, if it is time.
+  // Returns when to call again.
   Clock::time_point Look(const ps::JobView& view, Clock::time_point now);
 
  private:

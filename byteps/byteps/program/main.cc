@@ -165,7 +165,7 @@ class Checks {
   int status_ = 0;
 };
 
-// An ignored variable is wrong if a known one was probably meant.
+// Checks variables: an ignored variable is wrong if a known one was probably meant.
 void TryVariables(Checks* checks) {
   for (const auto& variable : Config::UnknownVariables()) {
     if (variable.meant.empty()) {

@@ -52,7 +52,7 @@ constexpr unsigned kSecondSignalSeconds = 3;
 // forwards its own.
 constexpr int64_t kOneOrderNs = 1'000'000'000;
 constexpr int64_t kLookMs = 10'000;
-// For a slow reader of the log.
+// Time that the end of the process waits for a slow reader of the log.
 constexpr double kLastWordsSeconds = 0.5;
 
 // Job's outcome, from the handlers to the main thread, which sleeps on `fd`.

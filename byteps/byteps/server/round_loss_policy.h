@@ -87,7 +87,7 @@ class RoundLossPolicy {
 
   // ----- events
 
-  // A worker will push nothing more.
+  // Called when a worker will push nothing more.
   virtual void OnWorkerGone(int rank, const std::string& reason);
 
  protected:

@@ -56,7 +56,7 @@ class Rounds {
   void Push(Partition* partition, Message* message, int64_t received);
   // Answers the callers of a round. Frees the sum once every member has it.
   void Deliver(Partition* partition, Round* round);
-  // The member of `rank` releases a tensor. Open rounds that this member has not pushed fail.
+  // Handles a release of a tensor by a member. Open rounds that this member has not pushed fail.
   void Release(const DeclaredTensor* tensor, int rank);
   // Frees the partitions of a tensor that all members have released. Calls `freed` with each
   // partition, now or, if the partition is held, later.
@@ -72,9 +72,9 @@ class Rounds {
   // error says how long this process stood still (`stood_still`).
   void FailLate(Clock::time_point as_of, Clock::time_point grace_until,
                 Clock::duration stood_still);
-  // A request failed half-way: fails all open rounds of its partition.
+  // Fails all open rounds of a partition, since a request for it failed half-way.
   void FailPartition(Partition* partition, const Message& message, const std::string& error);
-  // There was no memory for a request. If the request is a push, fails its round.
+  // Handles a lack of memory for a request: if the request is a push, fails its round.
   void FailRoundOf(Partition* partition, const Message& message, const std::string& reason);
 
   void Fail(Partition* partition, Round* round, const std::string& reason);
@@ -118,7 +118,7 @@ class Rounds {
   Round* Admit(Partition* partition, const Message& message);
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
-  // Ends a round of which all pushes that will come are summed.
+  // Ends a round. All its pushes that will come are summed.
   void EndSummed(Partition* partition, Round* round);
   void Finish(Partition* partition, Round* round);
   AdditionRule RuleOf(Partition* partition, Round* round, Chance* chance) const;

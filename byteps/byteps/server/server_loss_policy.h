@@ -60,10 +60,10 @@ class ServerLossPolicy {
   // ----- events
 
   virtual void OnWorkerGone(int /*rank*/) {}
-  // Another server was lost, or replaced.
+  // Called when another server was lost, or replaced.
   virtual void OnServerLost(int /*rank*/) {}
   virtual void OnServerReplaced(int /*rank*/) {}
-  // The workers of these ranks, and no others, belong to removed replicas.
+  // Sets the ranks of all workers that belong to removed replicas.
   virtual void SetAbsent(const std::set<int>& /*ranks*/) {}
 
  protected:

@@ -63,14 +63,14 @@ class SumServer {
   // round. Thread-safe; does not block.
   void OnMessage(Message* message);
 
-  // The worker of `rank` will push nothing more. Rounds that this worker has not pushed fail with
-  // `reason`, now and later. Thread-safe.
+  // Call when the worker of `rank` will push nothing more. Rounds that this worker has not pushed
+  // fail with `reason`, now and later. Thread-safe.
   void OnWorkerGone(int rank, const std::string& reason);
 
   // Events for the loss policy. Thread-safe.
   void OnServerLost(int rank) { losses_->OnServerLost(rank); }
   void OnServerReplaced(int rank) { losses_->OnServerReplaced(rank); }
-  // The workers of these ranks, and no others, belong to removed replicas. Takes effect before all
+  // Sets the ranks of all workers that belong to removed replicas. Takes effect before all
   // later requests are served.
   void SetAbsent(const std::set<int>& ranks) { losses_->SetAbsent(ranks); }
 
@@ -87,8 +87,8 @@ class SumServer {
   // Makes new partitions of a tensor begin with round `round`. Returns false if they begin with
   // this or a later round already, or if the tensor does not exist.
   bool SetFirstRound(uint64_t key, uint32_t round);
-  // The workers of these ranks hold no tensors any more: they have left or, with `may_return`, are
-  // absent. Frees tensors without holders, if the policy allows it.
+  // Makes the workers of these ranks hold no tensors any more: they have left or, with
+  // `may_return`, are absent. Frees tensors without holders, if the policy allows it.
   void DropHolds(const std::set<int>& ranks, bool may_return);
 
  private:
@@ -96,7 +96,7 @@ class SumServer {
   void OnDeclare(const Message& message);
   // Records a declaration of a worker. Returns why the tensor cannot be summed, or "".
   std::string Declare(int rank, const Declaration& declaration);
-  // A worker releases tensors.
+  // Handles a worker's release of tensors.
   void OnRelease(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
@@ -109,7 +109,7 @@ class SumServer {
   // Returns why a request cannot be served, or "".
   static std::string Refusal(const Message& message, const DeclaredTensor* tensor, uint64_t index);
   std::shared_ptr<Partition> FindOrMake(const TensorPtr& tensor, uint64_t key) PS_REQUIRES(mu_);
-  // A thread has freed a partition.
+  // Called when a thread has freed a partition.
   void OnFreed(const Partition& partition);
   // Returns an error "server 0 is out of memory: ...", which also says what the request wanted.
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);

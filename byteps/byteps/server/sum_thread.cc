@@ -34,8 +34,8 @@ constexpr auto kLookAgain = std::chrono::milliseconds(100);
 // which do not know who is late.
 constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
 
-// After a pause of this process (base/process.h), pushes may still lie in its sockets. Until then
-// no round is late.
+// Returns the time until which no round is late: after a pause of this process (base/process.h),
+// pushes may still lie in its sockets.
 Rounds::Clock::time_point EndOfGrace(const ps::StallWatch::Stall& stall) {
   return stall.ended + std::min(stall.length, kMostGrace);
 }

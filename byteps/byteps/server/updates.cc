@@ -81,7 +81,7 @@ std::string StepOf(const Message& message) {
 
 namespace {
 
-// The speculative step of a member that it has not fully decided; null if there is none.
+// Returns the speculative step that a member has not fully decided; null if there is none.
 RoundUpdate* FindTried(Round* round, size_t member) {
   if (round == nullptr) return nullptr;  // all members are done with it
   RoundUpdate* const update = round->update.get();
@@ -127,7 +127,7 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
 
 namespace {
 
-// The round that a member has pushed, if it may ask more about it; null: the request was refused.
+// Returns the round that a member has pushed and may ask about; null: the request was refused.
 Round* FindPushed(ServerContext* context, Rounds* rounds, Partition* partition,
                   const Message& message) {
   const int rank = message.peer;

@@ -290,7 +290,7 @@ class Neighbors : public ServerChannel, public BackupUser {
     task();
     return true;
   }
-  // The last pass that it gave, or was given.
+  // The last pass that this server gave to its primary, or got from its backup.
   uint64_t pass_of(int peer) const { return peer == kPrimary ? given_pass_ : backup_pass_; }
   // The server's own life, which it sends when it meets another.
   uint64_t life() const { return life_; }
@@ -306,7 +306,7 @@ class Neighbors : public ServerChannel, public BackupUser {
   }
 
  private:
-  // A server without state accepts the record, and would send the same.
+  // Demands that a server without state accepts the record, and would send the same.
   static void IsWhole(const Message& message) {
     CopyRecord record;
     DEMAND(CopyRecord::Unpack(message.body, &record));

@@ -220,7 +220,7 @@ class Answers : public ServerChannel {
     asked_[{rank, number}] = 1;
   }
 
-  // From now on steps may be of any size.
+  // Allows steps of any size from now on.
   void ExpectAnything() {
     std::lock_guard<std::mutex> lock(mu_);
     strange_ = true;

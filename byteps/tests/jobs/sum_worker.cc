@@ -150,7 +150,7 @@ class Job {
     return spec;
   }
 
-  // The failing round: rank 0 fails, and then perhaps the others.
+  // Runs the failing round: rank 0 fails, and then perhaps the others.
   ExitStatus Fail(std::mt19937* random) {
     if (launch_.rank == 0) session_->BreakNextPush();
     std::string error;

@@ -64,7 +64,7 @@ class WorkerScript {
   void CheckParameters(const Values& values, int round, const char* what);
   // Returns false if the operation failed, and keeps the error.
   bool Await(int64_t handle);
-  // An operation failed: the worker goes on, or this throws.
+  // Handles a failed operation: the worker goes on, or this throws.
   void AfterFailure();
 
   const Plan& plan_;
@@ -77,7 +77,7 @@ class WorkerScript {
   std::deque<Values> memory_;
   std::deque<std::vector<core::GradientSums>> sums_;
 
-  // Whether its rounds match those of the others. False once an operation could not even begin.
+  // Whether this worker's rounds match the others'. False once an operation could not even begin.
   bool in_step_ = true;
 
   // State of the parameters:
@@ -90,7 +90,7 @@ class WorkerScript {
 
 // ----- a simulated job: its nodes, its launcher, its faults, its conditions
 
-// Whether a node ended because servers have lost optimizer state.
+// Returns whether a node ended because servers have lost optimizer state.
 bool IsOfLostState(const std::string& error);
 
 constexpr int kMaxIncarnations = 10;

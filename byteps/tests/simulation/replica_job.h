@@ -48,9 +48,9 @@ struct ReplicaPlan {
 // and none of these calls waits.
 class Witness {
  public:
-  // A member saw that the sum of a partition was missing these ranks.
+  // Records that a member got a sum of a partition without these ranks.
   void SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks);
-  // A rank, in this life, pushes the values of a step.
+  // Records that a rank pushes the values of a step in this life.
   void Pushes(int rank, int life, int step);
   // Life in which a rank pushed a step; 0: none.
   int LifeAt(int rank, int step) const;
@@ -86,7 +86,7 @@ class Inside {
     broken_ = true;
     cond_.notify_all();
   }
-  // Ranks that begin a call within these seconds sleep as long.
+  // Makes ranks that begin a call within these seconds sleep until the seconds are over.
   void Stick(double seconds) {
     std::lock_guard<std::mutex> lock(mu_);
     stuck_until_ = std::chrono::steady_clock::now() + Duration(seconds);
@@ -126,12 +126,12 @@ class ReplicaMember {
  private:
   using Values = std::vector<double>;
 
-  // Replica 0 loads the parameters before any step.
+  // Loads the parameters before any step. Called by replica 0.
   void BeginOptimizer();
   void Step(int step);
   void CheckSum(const std::vector<float>& values, int step, int tensor, uint32_t named,
                 uint32_t* lacks);
-  // Between two steps: lets a replica join, if one waits; then the next step is its first.
+  // Lets a waiting replica join; the next step is its first. Call between two steps.
   void Control(int step);
   void Admit(int step, int replica, int life);
   void Send(int step, int joiner, int life);
@@ -173,20 +173,20 @@ class ReplicaOptimizer {
   // By tensor and partition: the replicas missing in the answer, a bit each.
   using Lists = std::map<std::pair<int, size_t>, uint32_t>;
 
-  // `worker` has started.
+  // Requires a started `worker`.
   ReplicaOptimizer(const ReplicaPlan* plan, int rank, core::Worker* worker, Witness* witness);
 
   // Loads the initial parameters; called by replica 0.
   void Load();
   // Makes a step in a random way. Throws core::Error.
   void Step(int step, int life);
-  // Finds out of which replicas' gradients the step was made. `named`: replicas that answers called
+  // Finds the replicas whose gradients are in the step. `named`: replicas that answers called
   // missing. Returns the replicas missing in any partition.
   uint32_t Check(int step, uint32_t named, Lists* lists);
-  // Depends on all parameters.
+  // Returns a hash of all parameters.
   uint64_t Digest() const;
 
-  // Between two steps: tells servers the verdict on the last step.
+  // Sends servers the verdict on the last step. Call between two steps.
   void Settle();
   // The servers' state as this rank computes it: slot by slot, partition by partition.
   Values State() const;

@@ -65,9 +65,9 @@ class World {
 
   Outcome Go(double limit_s, const std::function<void()>& body);
   Fiber* Start(void* (*entry)(void*), void* argument);
-  // The running fiber waits until Wake(what) or the deadline. Returns false at the deadline.
+  // Makes the running fiber wait until Wake(what) or the deadline. Returns false at the deadline.
   bool Wait(const void* what, const char* how, int64_t deadline = kNever);
-  // The same, but tells the listener for waits first.
+  // Does the same, but first tells the listener for waits.
   bool ReachWait(const void* what, const char* how, int64_t deadline, bool for_condition);
   void WakeAll(const void* what);
   void WakeOne(const void* what);

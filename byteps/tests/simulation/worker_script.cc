@@ -252,8 +252,8 @@ void WorkerScript::CheckParameters(const Values& values, int round, const char* 
 }
 
 void WorkerScript::Update(int round) {
-  // 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or dropped; 5:
-  // speculative, then rank 0 loads other parameters.
+  // The kind of step. 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or
+  // dropped; 5: speculative, then rank 0 loads other parameters.
   const uint64_t choice = ChoiceOf(part_.incarnation, round, 6);
   const std::string said = Packed(std::exchange(verdict_, core::Verdict::kNone));
   const double clipped = 0.25;

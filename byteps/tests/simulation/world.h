@@ -85,14 +85,14 @@ enum class Waking {
   kAtOnce,  // without a reason
   kLate     // by kHeldUpS, or at the deadline
 };
-// Shorter than any timeout.
+// Seconds by which a wait is held up: shorter than any timeout.
 constexpr double kHeldUpS = 0.3;
 
 // `reach` is called by every thread of a node before it waits, until this world ends.
 void ListenToWaits(std::function<Waking(const Wait&)> reach);
 // Assigns the caller, and threads that it starts, to a node.
 void BelongTo(int node);
-// From now on the caller runs before all others whenever it can run.
+// Makes the caller run before all others, from now on, whenever it can run.
 void GoFirst();
 
 // ----- probes of base/invariant.h that seeds reach, and their effects
@@ -108,7 +108,7 @@ void ListenToProbes();
 // Sets the reaction of the current job to probes: `then` is called with the probe's number, and the
 // total of probes reached so far. If `disturbed`, threads may yield or sleep there.
 void BeginProbes(bool disturbed, std::function<void(int probe, int reached)> then);
-// The job is over.
+// Ends the reaction to probes. Call when the job is over.
 void EndProbes();
 
 // Number of jobs that reached each probe, and the totals.
@@ -130,7 +130,7 @@ constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
 constexpr double kLongOpTimeoutS = 12;
-// Longer than delays of links and threads, so that only hanging replicas exceed it.
+// Grace of a late replica: longer than delays of links and threads, so only hanging ones exceed it.
 constexpr double kGraceS = 3;
 // Time that a job waits for another server: longer than starting one takes.
 constexpr double kReplaceS = 10;
@@ -138,7 +138,7 @@ constexpr double kReplaceS = 10;
 // and too short for waiting sums to time out.
 constexpr double kReturnS = 3;
 constexpr uint64_t kMostAwayMs = 600;
-// Longer than the launcher takes to restart workers.
+// Seconds of a kept server's wait: longer than the launcher takes to restart workers.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
 
@@ -155,8 +155,8 @@ struct Fault {
   // At this wait (Wait::number); then nodes are numbers, not places.
   int64_t at_wait = -1;
   int after_rounds = 0;
-  // Places in the job: 0 the scheduler, then servers, then workers. Means the nodes that have these
-  // places at that moment.
+  // Places in the job: 0 the scheduler, then servers, then workers. The fault hits the nodes that
+  // have these places at that moment.
   int node;
   int peer;
   double seconds;  // duration of a pause or delay
@@ -259,21 +259,21 @@ class Network {
     bool orderly = false;
   };
   void Unlink(int a, int b, const End* at_a, const End* at_b);
-  // The scheduler closes its link with this life of a node in good order.
+  // Closes the scheduler's link with this life of a node, in good order.
   void Close(int node, uint64_t life);
 
   // ----- faults; nodes are numbers, the scheduler is 0
 
   // Reports to both ends that the link was reset.
   void Reset(int a, int b);
-  // The process is gone: its links close, and it neither sends nor receives.
+  // Ends a node's process: its links close, and it neither sends nor receives.
   void Kill(int node);
-  // Another process may take its place.
+  // Lets another process take the place of a killed one.
   void Revive(int node);
-  // The node is silent for some seconds: its messages wait, in both directions. Others notice only
-  // the silence.
+  // Makes a node silent for some seconds: its messages wait, in both directions.
+  // Others notice only the silence.
   void Pause(int node, double seconds);
-  // The link holds its messages for some seconds.
+  // Makes a link hold its messages for some seconds.
   void Delay(int a, int b, double seconds);
 
   // Workers that the scheduler has admitted.
@@ -410,7 +410,7 @@ class SimulatedChannel : public core::Channel {
   // Returns kEmpty if the node has no id.
   int IdOf(int number, uint64_t life) const;
   int FindId(int number, uint64_t life) const;  // call with mu_ held
-  // Finds the sender of data. Returns false if it is unknown yet, and the data wait.
+  // Finds the sender of data. Returns false if the sender is not known yet: the data wait.
   bool NameSender(Event* event);
   core::Role role() const;
 
@@ -458,15 +458,15 @@ namespace simulation {
 
 constexpr int kGpu = 0;  // the only one
 
-// Makes everything that lives as long as the process. Call once, before any simulation.
+// Makes all objects that live as long as the process. Call once, before any simulation.
 void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest);
 
 // The stream in which the worker computes.
 core::DeviceStream UserStream();
-// Adds work to it.
+// Adds work to that stream.
 void Compute(std::function<void()> work);
 
-// Does the streams' work, until it is destroyed and nothing is left; within Run.
+// Does the streams' work, until this is destroyed and no work is left; within Run.
 class Gpu {
  public:
   Gpu();

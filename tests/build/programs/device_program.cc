@@ -56,7 +56,7 @@ void CopyOn(int device, char letter) {
   Expect(core::StreamIsIdle(stream), "that nothing is left to do");
 }
 
-// In a thread, with `mine` current as the caller's device (-1: none).
+// Runs in a thread, with `mine` current as the caller's device (-1: none).
 void Work(int mine) {
   if (mine >= 0) core::PushCudaDevice(mine);
   for (int round = 0; round < 4; ++round) {

@@ -77,8 +77,8 @@ class Loads {
   }
 
  private:
-  // Returns each NIC's share of its node's rate, inverted: the load that a connection adds to it.
-  // All are equal if a rate is unknown.
+  // Returns the load that a connection adds to each NIC: the node's rate divided by the NIC's. All
+  // loads are equal if a rate is unknown.
   static std::vector<double> Costs(const std::vector<Nic>& nics) {
     double sum = 0;
     bool known = true;

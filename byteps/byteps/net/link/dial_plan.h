@@ -78,7 +78,7 @@ class DialPlan {
   // Records a failed attempt. `nobody_listens`: the address refused the connection. Returns when to
   // try next.
   Clock::time_point Failed(const std::string& error, bool nobody_listens, Clock::time_point now);
-  // The peer asked to retry soon over the same route. Returns when to try next.
+  // Records that the peer asked to retry soon on the same route. Returns when to try next.
   Clock::time_point Postponed(const std::string& error, Clock::time_point now);
   void Succeeded(Clock::time_point now);
 

@@ -10,7 +10,7 @@ namespace ps {
 // since the peer then acknowledges at once. Times are in ns of any clock. Not thread-safe.
 class LinkRate {
  public:
-  // The peer has acknowledged `arrived` more bytes, and `in_flight` bytes are unacknowledged now.
+  // Takes note of `arrived` newly acknowledged bytes, and of `in_flight` unacknowledged bytes.
   void Update(size_t in_flight, size_t arrived, int64_t now) {
     if (is_busy_) {
       bytes_ += arrived;

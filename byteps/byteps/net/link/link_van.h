@@ -142,7 +142,7 @@ class LinkVan : public Van, public OfAJob {
     peers_.Open();
   }
 
-  // The membership announces a node, possibly again.
+  // Connects to a node that the membership announces, possibly again.
   void Connect(const Node& node) final {
     if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
     Derived* const van = static_cast<Derived*>(this);

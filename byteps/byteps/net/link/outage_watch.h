@@ -25,18 +25,18 @@ class OutageWatch {
   // `reconnect_s`: BYTEPS_RECONNECT_TIMEOUT_S.
   explicit OutageWatch(double reconnect_s) : reconnect_s_(reconnect_s) {}
 
-  // The connection broke. The link may be without a connection for `patience`, of which `counted`
-  // has already passed in silence. `by_peer`: the peer closed the connection. If the previous
-  // outage is not over, it continues, with the earlier of the two deadlines. Returns whether the
-  // deadline has changed.
+  // Call when the connection broke. The link may be without one for `patience`, of which
+  // `counted` has already passed in silence. `by_peer`: the peer closed the connection. If the
+  // previous outage is not over, it continues, with the earlier of the two deadlines. Returns
+  // whether the deadline has changed.
   bool Begin(const std::string& reason, LinkFault fault, bool by_peer, Clock::duration patience,
              Clock::duration counted);
 
-  // There is a new connection, over which `again` messages are sent again. The peer is alive, so
-  // the outage gets the full time.
+  // Continues with a new connection, over which `again` messages are sent again. The peer is alive,
+  // so the outage gets the full time.
   void AwaitProof(size_t again);
-  // The peer has acknowledged, over the new connection, messages that were sent over the previous
-  // connection. This proves that the previous connection worked.
+  // Records that the peer has acknowledged, over the new connection, messages that were sent over
+  // the previous one. This proves that the previous connection worked.
   void HearProofOfTheLast();
   // Call when the deadline has passed. Returns the time until which the newest connection may still
   // prove that it works. If that time is not after now, the link is lost.

@@ -123,7 +123,7 @@ class PeerTable {
     by_id_[peer->id] = std::move(peer);
   }
 
-  // The process `who` will connect as node `id`. `link`: the first link, ready to queue messages.
+  // Expects the process `who` as node `id`. `link`: its first link, ready to queue messages.
   void Expect(const PeerIdentity& who, int id, LinkPtr link) {
     auto peer = std::make_shared<Peer>();
     peer->id = id;

@@ -33,8 +33,8 @@ class Receipts {
   // Number of messages received since the beginning. Thread-safe.
   uint64_t received() const { return received_; }
 
-  // A frame that acknowledges `received` messages is about to be sent. Called by one sending thread
-  // at a time.
+  // Records that a frame which acknowledges `received` messages is about to be sent. Called by one
+  // sending thread at a time.
   void Told(uint64_t received) { told_ = received; }
 
   enum class Tell { kNothing, kNow, kSoon };

@@ -22,7 +22,7 @@ class Redial {
   Redial(Clock::duration first, Clock::duration longest)
       : first_(first), longest_(longest), pause_(first) {}
 
-  // An established link broke; whether the peer still listens is unknown.
+  // Starts over after an established link broke; whether the peer still listens is unknown.
   void Begin() {
     pause_ = first_;
     last_error_.clear();
@@ -34,7 +34,7 @@ class Redial {
     nobody_listens_ = nobody_listens;
     last_error_ = error;
   }
-  // The reason of the failure will soon be gone: the next pause is the shortest.
+  // Makes the next pause the shortest, because the reason of the failure will soon be gone.
   void Hurry() { pause_ = first_; }
   void Succeeded() { nobody_listens_ = false; }
 

@@ -28,7 +28,7 @@ namespace ps {
 template <typename T>
 class ReplayLog {
  public:
-  // The link has accepted this message.
+  // Adds a message that the link has accepted.
   void Add(T message) {
     in_flight_.push_back(std::move(message));
     ++sent_;
@@ -41,8 +41,8 @@ class ReplayLog {
   // Returns whether all sent messages have arrived.
   bool empty() const { return in_flight_.empty(); }
 
-  // The peer has received `received` messages. Moves the messages that have arrived to `arrived`.
-  // Throws Error if the number is impossible.
+  // Moves the messages that have arrived to `arrived`. `received`: number of messages that the peer
+  // has received. Throws Error if the number is impossible.
   template <typename List>
   void Arrived(uint64_t received, List* arrived) {
     if (received < arrived_ || received > sent_) {

@@ -129,13 +129,13 @@ class Membership {
   // the first such message of each sender. Called by the receiving thread.
   virtual void Handle(const Message& msg) = 0;
 
-  // The connection to `node_id` closed. Called by the receiving thread.
+  // Handles the end of the connection to `node_id`. Called by the receiving thread.
   virtual void OnDisconnect(int node_id) = 0;
 
-  // A connection to `node_id` broke for the reason `how`, but the process at its other end may be
-  // alive. This node waits a moment for the scheduler's news of that process. If there is none,
-  // this node reports the loss, and the job fails. `closed`: the peer closed the connection, so
-  // this node also waits for the peer's own reason. Called by the receiving thread.
+  // Handles a connection to `node_id` that broke for the reason `how`: its other end may be alive.
+  // This node waits a moment for the scheduler's news of that process. If there is none, this node
+  // reports the loss, and the job fails. `closed`: the peer closed the connection, so this node
+  // also waits for the peer's own reason. Called by the receiving thread.
   virtual void OnLinkLost(int node_id, const std::string& how, bool closed) = 0;
 
   // Returns "worker 1 (10.0.0.3:41234)", without the address while unknown.

@@ -156,8 +156,8 @@ class NodeMembership : public Membership {
   membership::Account MakeAccount();
   // Notes a failed attempt to reach the scheduler. Returns false if no attempt was being made.
   bool NotFound(const std::string& how) PS_REQUIRES(mu_);
-  // A scheduler has admitted this node. Returns true if this node was waiting for its scheduler to
-  // return.
+  // Handles this node's admission by a scheduler. Returns true if this node was waiting
+  // for its scheduler to return.
   bool OnReturn(int life);
   void AskAgain();
   void Remember(const membership::MemberWord& word) PS_REQUIRES(mu_);

@@ -38,9 +38,9 @@ class RosterPolicy {
   virtual membership::Refusal Reconsider(membership::Refusal refusal, const Member* member);
   // May move a server that is being admitted to another place than the first free one.
   virtual void ChoosePlace(Node* server);
-  // All nodes of the job are present.
+  // Called when all nodes of the job are present.
   virtual void OnComplete() {}
-  // A node joins the roster of a running job.
+  // Called when a node joins the roster of a running job.
   virtual void OnArrival(const Member& member);
   // Returns whether nodes of a job that another scheduler began are still missing.
   virtual bool Gathers();
@@ -53,11 +53,11 @@ class RosterPolicy {
   virtual std::string AlsoFailed(int lost);
   // Returns why a worker may not leave in order now, or "" if it may.
   virtual std::string WhyMayNotLeave(int node_id);
-  // `worker` has left in order. Returns the workers to dismiss at once.
+  // Called when `worker` has left in order. Returns the workers to dismiss at once.
   virtual std::vector<Node> OnLeft(Member* worker);
   // Returns whether the job is done.
   virtual bool IsOver();
-  // The job is over or has failed; the roster forgets its nodes.
+  // Called when the job is over or has failed. The roster then forgets its nodes.
   virtual void Clear() {}
   // Returns the replicas in the job. The view is empty if the job alone trains its model.
   virtual ReplicaView Replicas();
@@ -66,29 +66,29 @@ class RosterPolicy {
 
   // ----- called without a lock
 
-  // A node returns to the job of a scheduler that died.
+  // Called when a node returns to the job of a scheduler that died.
   virtual void OnReturn(const Node& node, const membership::Claim& claim,
                         const membership::Account& account);
-  // All nodes know that the job is complete.
+  // Called when all nodes know that the job is complete.
   virtual void OnBegun() {}
-  // `node` was admitted to a running job.
+  // Called when `node` was admitted to a running job.
   virtual void OnNewcomer(const Node& /*node*/) {}
-  // A member has sent a message. Returns false if the member is lost anyway.
+  // Called when a member has sent a message. Returns false if the member is lost anyway.
   virtual bool OnHeard(int node_id);
-  // A member sent a message about replicas or losses (MEMBERS).
+  // Called when a member has sent a message about replicas or losses (MEMBERS).
   virtual void OnWord(int /*sender*/, const std::string& /*text*/) {}
-  // `worker` has reported its own failure. Returns true if the policy will call OnGone later.
+  // Called when `worker` has reported its failure. Returns true if the policy calls OnGone later.
   virtual bool HoldsFailure(int worker, const std::string& what);
-  // `accuser` reports that its link with `accused` broke. Returns false to leave the decision to
-  // the caller.
+  // Decides what to do after `accuser` has reported that its link with `accused` broke. Returns
+  // false to leave the decision to the caller.
   virtual bool Judge(int accuser, const Node& accused, const std::string& reason);
-  // A member is lost. Returns false if the job cannot continue without it.
+  // Handles the loss of a member. Returns false if the job cannot continue without the member.
   virtual bool Lose(int node_id, const std::string& reason);
-  // A member that has left in order is gone. Returns false if the job cannot continue.
+  // Handles the end of a member that has left in order. Returns false if the job cannot continue.
   virtual bool LoseLeaver(int node_id);
   // Dismisses workers that lingered and need not any more. Called after a worker has left.
   virtual void LetGo(Clock::time_point /*now*/) {}
-  // The job has failed, and all its nodes have been told.
+  // Called when the job has failed, after all its nodes were sent the reason.
   virtual void OnJobFailed() {}
   virtual void OnDue(Clock::time_point /*now*/) {}
   // Called at each heartbeat.

@@ -71,8 +71,8 @@ class SchedulerMembership : public Membership {
   // Tells servers within kDepartureSeconds that the worker has left. Caller holds ScheduledJob::mu.
   void Depart(const Node& worker);
   void EndJob();
-  // A node is gone. `what`: e.g. "was lost: ...", "was stopped by SIGTERM". `before`: text about
-  // earlier events, to report before that.
+  // Handles the end of a node. `what`: e.g. "was lost: ...", "was stopped by SIGTERM". `before`:
+  // text about earlier events, to report before that.
   void OnGone(int node_id, const std::string& what, const std::string& before = "");
   // Fails the job. `for_good`: the scheduler itself was told to stop, so there is no next
   // generation. `file` and `line`: source location at which the failure was found.
@@ -103,10 +103,10 @@ class SchedulerMembership : public Membership {
 
   // Functions for lost nodes.
   //
-  // The node is gone or silent, so the job fails. If no worker has come yet, there is no job to
-  // fail, and the scheduler just forgets the node.
+  // Handles a node that is gone or silent: the job fails. If no worker has come yet, there is no
+  // job to fail, and the scheduler just forgets the node.
   void OnLost(int node_id, const std::string& how);
-  // A node cannot continue. The node reports that itself, or a server reports it of another node.
+  // Handles a report that a node cannot continue, from the node itself or from a server.
   void OnFailure(const Message& msg);
   void BeginIncarnation();
   // Forgets the nodes of a finished or failed job.

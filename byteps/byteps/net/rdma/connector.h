@@ -36,7 +36,7 @@ class ConnectorOwner {
   // that the request resumes. Returns null to refuse the request, with the reason in `refusal`.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, Refusal* refusal) = 0;
-  // The peer has accepted the endpoint. Returns a reason to give the endpoint up, or "".
+  // Called when the peer has accepted the endpoint. Returns a reason to give it up, or "".
   virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
 };
 

@@ -61,21 +61,21 @@ class Poller;
 class EndpointOwner {
  public:
   virtual ~EndpointOwner() = default;
-  // Returns the buffer to receive a value into, or null to use pooled memory. Called by the polling
+  // Returns the buffer for a received value, or null to use pooled memory. Called by the polling
   // thread or the registrar's thread, with a lock of the endpoint held: see Abandon.
   virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
   // Called by the polling thread. Throws Error if the peer may not send this message.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
-  // The connection broke. Returns how long the endpoint may be without a connection; 0 closes the
-  // endpoint. Called by any thread, with a lock of the endpoint held.
+  // Called when the connection broke, by any thread, with a lock of the endpoint held. Returns how
+  // long the endpoint may be without a connection; 0 closes the endpoint.
   virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
-  // The endpoint needs another connection, as soon as MayConnect returns true. `path_failed`: a
-  // device could not send or got no answer, so another path is preferable. Called by any thread.
+  // Called by any thread when the endpoint needs another connection, as soon as MayConnect returns
+  // true. `path_failed`: a device could not send or got no answer, so another path is preferable.
   virtual void OnBroken(Endpoint* endpoint, bool path_failed) = 0;
-  // A new connection works. `after`: how long the endpoint had none. `again`: number of messages
-  // that were sent again. Called by the polling thread.
+  // Called by the polling thread when a new connection works. `after`: how long the endpoint had
+  // none. `again`: number of messages that were sent again.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
-  // The endpoint has closed, for good. Called once, by any thread.
+  // Called once, by any thread, when the endpoint has closed for good.
   virtual void OnClosed(Endpoint* endpoint, const LinkEnding& ending) = 0;
 };
 
@@ -131,11 +131,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Moves the queue pair to the sending state. `peer_mtu`: an ibv_mtu, or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared();
-  // The attempt to connect failed: drops what Prepare made. MayConnect returns true when that is
-  // done.
+  // Drops the objects that Prepare made, after a failed attempt to connect. MayConnect
+  // returns true when that is done.
   void Discard();
   void SetPeerSlots(uint32_t slots);
-  // The peer can receive now.
+  // Lets the endpoint send: the peer can receive now.
   void Open();
   uint32_t queue_pair_number();
 
@@ -184,7 +184,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // ----- ending
 
-  // Either side has closed the connection. Messages received before are still delivered.
+  // Handles a connection that either side has closed. Still delivers messages received before.
   void Disconnected();
   // Closes the endpoint with an error, for good. Later calls change nothing.
   void Fail(const std::string& reason);
@@ -300,7 +300,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Posts a signalled request without effect: its completion shows that all requests before it are
   // done. The request uses no receive and no completion of the peer. Returns 0 or an errno.
   int PostNothing() PS_REQUIRES(mu_);
-  // The device has the message's last request; its completion means that the message has arrived.
+  // Logs a message whose last request the device has; that request completes on its arrival.
   void Sent(OutgoingPtr message) PS_REQUIRES(mu_);
   void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);

@@ -46,12 +46,12 @@ class Inbox {
   // Returns whether a thread may look for memory for the first message: no thread does yet, and the
   // messages that have memory leave room in `window` bytes. A single message may exceed `window`.
   bool MayClear(uint64_t window) const;
-  // A thread begins to look for memory for the first message. Until EndClearing, that message stays
-  // the first.
+  // Call before a thread looks for memory for the first message. Until EndClearing,
+  // that message stays the first.
   void BeginClearing() { clearing_ = true; }
   bool is_clearing() const { return clearing_; }
   Incoming* first() { return &waiting_.front(); }
-  // The first message has memory; the next calls of Tell return it for the message's sender.
+  // Gives the first message memory; the next calls of Tell return it for the message's sender.
   void EndClearing(Memory memory);
 
   // ----- messages with memory, each with a cookie
@@ -68,10 +68,10 @@ class Inbox {
   // Returns an offer of this destination, to be sent to the peer. `rkey`: remote key of the
   // destination's memory on the connection's device.
   Offer MakeOffer(const Exchange& exchange, const Place& place, uint32_t rkey);
-  // The peer writes an answer into an offered destination. Returns false if the destination was not
-  // offered, or was offered for a value of another size.
+  // Begins an answer that the peer writes into an offered destination. Returns false if the
+  // destination was not offered, or was offered for a value of another size.
   bool BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming incoming);
-  // The answer has arrived, by whatever path.
+  // Ends the offer: its answer has arrived, by whatever path.
   void EndOffer(const Exchange& exchange) { offered_.erase(exchange); }
   bool IsOffered(const char* begin, uint64_t bytes) const;
 
@@ -83,10 +83,10 @@ class Inbox {
   // Returns whether the device may write to this memory.
   bool IsWrittenTo(const char* begin, uint64_t bytes) const;
 
-  // The connection is gone: incomplete messages will be sent again from the beginning.
+  // Drops incomplete messages when the connection is gone; they are sent again from the start.
   void Forget();
-  // Tells no more senders to write. Memory that a sender may be writing stays until the device is
-  // done.
+  // Stops telling senders to write. Memory that a sender may be writing stays
+  // until the device is done.
   void StopTelling() { to_tell_.clear(); }
 
  private:

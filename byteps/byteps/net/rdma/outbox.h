@@ -24,16 +24,16 @@ class Outbox {
   // ----- waiting messages, in order
   bool has_next() const { return !waiting_.empty(); }
   OutgoingPtr TakeNext();
-  // The device refused the message.
+  // Puts back a message that the device refused.
   void PutBack(OutgoingPtr message) { waiting_.push_front(std::move(message)); }
 
   // ----- rendezvous
   uint32_t NewId() { return ++last_id_; }
-  // The receiver was asked for a destination of this message.
+  // Records that the receiver was asked for a destination of this message.
   void Asked(uint32_t id, OutgoingPtr message) { asked_[id] = std::move(message); }
-  // The receiver has answered with a destination. Returns false if it was not asked for one.
+  // Takes the destination that the receiver has named. Returns false if it was not asked for one.
   bool Answered(uint32_t id, const Target& target);
-  // The receiver had already offered this destination.
+  // Uses a destination that the receiver had already offered.
   void WriteTo(const Target& target, OutgoingPtr message);
   // Returns the message to write next, or null.
   Outgoing* writing() { return writes_.empty() ? nullptr : writes_.front().get(); }
@@ -53,16 +53,16 @@ class Outbox {
 
   // Adds a message; arrivals are reported in this order.
   void Sent(OutgoingPtr message);
-  // The first `messages` messages of the log have arrived.
+  // Handles the arrival of the first `messages` messages of the log.
   void Arrived(uint64_t messages, OutgoingList* done) {
     log_.Arrived(log_.arrived() + messages, done);
   }
 
   // ----- broken connections
 
-  // The connection is gone: messages whose sending has begun wait again, before all others.
+  // Makes messages whose sending has begun wait again, before all others: the connection is gone.
   void Interrupt();
-  // There is a new connection, and the peer has received `received` messages in all. The messages
+  // Continues on a new connection. The peer has received `received` messages in all; the messages
   // that it is missing wait before all others. Throws Error if the number is impossible.
   void Resume(uint64_t received, OutgoingList* done);
   // Returns the number of messages sent again since the last call.

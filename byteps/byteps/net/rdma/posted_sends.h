@@ -60,15 +60,15 @@ class PostedSends {
   uint32_t next_slot() const { return static_cast<uint32_t>(next() % depth_); }
   // Returns whether the request must be signalled.
   bool MustSignal(const Request& request) const;
-  // The device has taken the request.
+  // Adds a request that the device has taken.
   void Add(const Request& request, bool signalled);
   // Signals every request from now on.
   void SignalAll() { signals_all_ = true; }
 
   // ----- completions
 
-  // The request of this number, and all requests before it, are complete. Returns false if there is
-  // no request of this number.
+  // Removes the request of this number and all requests before it, which are complete. Returns
+  // false if there is no request of this number.
   bool Retire(uint64_t number, Retired* retired);
 
   // Call after handling completions. Returns whether to call EndWatch soon.

@@ -77,7 +77,7 @@ struct ConnectRequest {
   uint16_t attempt = 0;   // differs for each attempt: a proof is valid once
   std::string proof;      // kRequestProofBytes bytes; all zero before the challenge
 
-  // Bytes that the proofs cover.
+  // Returns the bytes of the request that the proofs cover.
   std::string Claims() const;
   bool has_proof() const;
   std::string Encode() const;
@@ -95,19 +95,19 @@ struct ConnectReply {
   uint8_t mtu = 0;
   std::string proof;  // auth::kProofBytes
 
-  // Bytes of the reply that its proof covers, after those of request and challenge.
+  // Returns the bytes that the proof covers after the claims of request and challenge.
   std::string Claims() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
 
-// Rejection that asks for a request with a proof.
+// Answer to a request without a proof: asks for another request, with a proof.
 struct Challenge {
   uint64_t sender = 0;
   std::string nonce;  // auth::kNonceBytes
   std::string proof;  // kAnswerProofBytes
 
-  // Bytes of the challenge that its proof covers, after the request's claims.
+  // Returns the bytes that the proof covers after the request's claims.
   std::string Claims() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
@@ -119,16 +119,16 @@ constexpr size_t kMaxReason = 122;
 
 struct Refusal {
   std::string reason;
-  bool again_soon = false;  // the reason will soon be gone: ask again
+  bool again_soon = false;  // the reason will soon be gone: try again
   std::string proof;        // kAnswerProofBytes bytes; all zero without a proof
 
-  // Bytes of the refusal that its proof covers, after those of the greeting so far.
+  // Returns the bytes that the proof covers after all claims of the greeting so far.
   std::string Claims() const;
-  // At most 148 bytes.
+  // Returns at most 148 bytes.
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
-// Labels that say who proves: part of what each proof covers.
+// Labels for the sender of a proof. Each proof also covers its label.
 extern const char kWhoConnects[];
 extern const char kWhoListens[];
 extern const char kWhoChallenges[];

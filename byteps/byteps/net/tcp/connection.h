@@ -77,14 +77,14 @@ class ConnectionOwner : public FramePlaces {
  public:
   // The connection's poller thread calls all these functions.
 
-  // The listening side has authenticated and identified itself. Returns a reason to give the
-  // connection up for good, or "".
+  // Called when the listening side has authenticated and identified itself. Returns a reason to
+  // give the connection up for good, or "".
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
-  // The socket broke. Returns how long the connection may be without a socket; 0 closes it.
+  // Called when the socket broke. Returns how long the connection may have none; 0 closes it.
   virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
-  // A new socket works. `after`: how long the connection had none. `again`: number of messages that
-  // were sent again.
+  // Called when a new socket works. `after`: how long the connection had none. `again`: number of
+  // messages that were sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const LinkEnding& ending) = 0;
 };
@@ -255,8 +255,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Clock::time_point Deadline() const;
   // Closes the connection, unless the deadline has moved.
   void OnDeadline();
-  // There is a new socket, over which `again` messages are sent again: waits until the peer has
-  // acknowledged something sent over it.
+  // Waits until the peer has acknowledged something sent over the new socket. `again`: number of
+  // messages that are sent again over it.
   void AwaitAcknowledgement(size_t again);
   void LookForAcknowledgement(uint64_t epoch, Clock::duration pause);
   bool Acknowledged();
@@ -264,13 +264,13 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Drops the socket, and the incomplete message. `state` is the new state.
   void Detach(State state);
   void AdoptHere(const Socket& socket, const Hello& hello);
-  // A new socket is ready; the peer has received this many messages.
+  // Continues on a new socket. `received`: number of messages that the peer has received.
   void Resume(uint64_t received);
   std::string GivenUp() const;
-  // The peer has received this many messages.
+  // Handles the peer's count of received messages.
   void OnReceived(uint64_t received);
-  // The messages of heard_.arrived from index `first` on have arrived; nothing reads their memory
-  // any more.
+  // Takes back the memory of the messages of heard_.arrived from index `first` on: they have
+  // arrived, so nothing reads it any more.
   void TakeBackFrom(size_t first);
   // Acknowledges received messages, now or soon.
   void TellReceived();

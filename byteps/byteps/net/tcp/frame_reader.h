@@ -21,9 +21,9 @@ namespace tcp {
 class FramePlaces {
  public:
   virtual ~FramePlaces() = default;
-  // Returns the buffer to receive the values of a message into, `bytes` in total. Returns null to
-  // use pooled memory, and Nowhere() to drop the values. Called with the reader's lock held: see
-  // Abandon.
+  // Returns the buffer for the received values of a message, `bytes` in total. Returns
+  // null to use pooled memory, and Nowhere() to drop the values. Called with the
+  // reader's lock held: see Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
 };
 

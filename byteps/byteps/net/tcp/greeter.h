@@ -29,10 +29,10 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   struct Host {
     // Returns the challenge for a peer that sent this Hello: the job and this process.
     std::function<Challenge(const Hello&)> challenge;
-    // The peer has authenticated. Takes the socket and returns "", or returns a reason to refuse
-    // the peer.
+    // Called when the peer has authenticated. Takes the socket and returns "", or returns a
+    // reason to refuse the peer.
     std::function<std::string(const StreamPtr&, const Hello&)> admit;
-    // The greeter is finished: the peer was accepted, refused, or is gone.
+    // Called when the greeter is finished: the peer was accepted, refused, or is gone.
     std::function<void(const Greeter*)> done;
     const auth::Secret* secret = nullptr;
     std::shared_ptr<const tls::Context> tls;  // null: no encryption

@@ -25,13 +25,13 @@ class SendQueue {
   // Moves the messages for the next write into `batch`, which must be empty. Their frames
   // acknowledge `received` messages of the peer. Returns false if no message waits.
   bool TakeBatch(uint64_t received, OutgoingList* batch);
-  // This many bytes of the last batch are written.
+  // Records that this many bytes of the last batch are written.
   void Written(size_t bytes);
 
-  // The peer has received this many messages. Throws like ReplayLog.
+  // Handles the peer's count of received messages. Throws like ReplayLog.
   void Arrived(uint64_t received, OutgoingList* arrived);
-  // The peer has received this many messages, and a new socket is ready. Returns how many messages
-  // are sent again.
+  // Continues on a new socket; the peer has received this many messages. Returns how
+  // many messages are sent again.
   size_t Resume(uint64_t received, OutgoingList* arrived);
 
   // Returns all messages, when the connection ends.

@@ -60,7 +60,7 @@ struct Challenge {
   std::string proof;    // auth::kProofBytes
   std::string refusal;  // reason to refuse the connection; "": not refused
 
-  // Bytes that the proofs cover after the Hello.
+  // Returns the bytes that the proofs cover after the Hello.
   std::string Claims() const;
   std::string Encode() const;
 };
@@ -72,7 +72,7 @@ struct Reply {
   std::string proof;      // auth::kProofBytes
   std::string refusal;    // reason to refuse the connection; "": accepted
 
-  // Bytes of the Reply that its proof covers, after those of Hello and Challenge.
+  // Returns the bytes that the proof covers after those of Hello and Challenge.
   std::string Claims() const;
   std::string Encode() const;
 };
@@ -96,7 +96,7 @@ Challenge DecodeChallenge(const char* data, size_t* refusal_bytes);
 // bytes of the refusal, which follow.
 Reply DecodeReply(const char* data, size_t* refusal_bytes);
 
-// Labels that say who proves: part of what each proof covers.
+// Labels for the sender of a proof. Each proof also covers its label.
 extern const char kWhoConnects[];
 extern const char kWhoListens[];
 extern const char kWhoReplies[];

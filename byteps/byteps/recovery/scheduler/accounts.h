@@ -48,8 +48,8 @@ class Accounts {
   int Of(int rank) const { return rank / (size_.workers / count()); }
   // The newest view in the accounts of nodes of this role; null if no account has a view.
   const ReplicaView* Newest(Node::Role role) const;
-  // Life of the replica when this worker joined it: 0 if it was in the job from the beginning, -1
-  // if the worker still waits for the other workers of its replica.
+  // Life of the replica as this worker knows it: 0 if the replica was in the job from the
+  // beginning; -1 if this worker still waits for other workers of the replica.
   static int LifeOf(const Account& account, int replica);
 
   JobSize size_;

@@ -36,8 +36,8 @@ class HeldFailure {
 
   // ----- called without a lock
 
-  // A worker reports its failure, with `what` as the reason. Returns false if the verdict need not
-  // wait.
+  // Takes a worker's report of its failure, with the reason `what`. Returns false if
+  // the verdict need not wait.
   bool Hold(int worker, const std::string& what);
   void Decide(Clock::time_point now);
 

@@ -38,20 +38,20 @@ class Leavers {
   bool IsOver() const;
   // Lets a worker go. Returns false if it did not linger.
   bool Release(Member* worker);
-  // The server with this node id is lost. The server that replaces it does not know which workers
-  // have left.
+  // Forgets what a lost server knew: its successor does not
+  // know which workers have left.
   void Forget(int server);
   void Clear();
 
   // ----- called without a lock
 
-  // A lingering worker is gone. Returns false if it did not linger.
+  // Handles the end of a lingering worker. Returns false if it did not linger.
   bool Lose(int node_id);
   // Lets workers go that need not linger any longer.
   void LetGo(Clock::time_point now);
-  // A server has confirmed that it knows that a worker has left.
+  // Records that a server knows that a worker has left.
   void OnKnown(int server, int worker_rank);
-  // The job has failed: lets all lingering workers go.
+  // Lets all lingering workers go, because the job has failed.
   void LetAllGo();
 
  private:

@@ -50,23 +50,23 @@ class ReplicaTable {
 
   // Removes a replica.
   void Lose(int replica);
-  // A worker of an away replica has registered.
+  // Records that a worker of an away replica has registered.
   void Arrive(int replica, AwakeClock::time_point now);
   // Time at which a gathering replica began to gather.
   AwakeClock::time_point GathersSince(int replica) const { return replicas_[replica].since; }
-  // A worker is ready. Returns true for the last one of its replica, which then waits.
+  // Records that a worker is ready. Returns true for the last one of a replica, which then waits.
   bool Ready(int rank);
-  // The workers that take part are between two steps, and admit a waiting replica. The replica
-  // joins when all servers know of it. Returns false if the replica does not wait, or is in another
-  // life.
+  // Admits a waiting replica; all workers that take part are between two steps. The
+  // replica joins when all servers know of it. Returns false if the replica does not
+  // wait, or is in another life.
   bool Admit(int replica, int life);
-  // Whether a node that knows all changes up to `epoch` knows the current life of the replica to
-  // which worker `rank` belongs. If not, what the node says of this rank is about an earlier life.
+  // Whether a node that knows all changes up to `epoch` knows the current life of the replica of
+  // worker `rank`. If not, the node's messages about this rank are about an earlier life.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
-  // A server was replaced; the new one has acknowledged nothing.
+  // Forgets the acknowledgements of a server that was replaced.
   void Forget(int server) { acknowledged_.erase(server); }
-  // A server has applied all changes up to `epoch`. `servers`: node ids of all servers. Returns the
-  // replicas that are present from now on.
+  // Records that a server has applied all changes up to `epoch`. `servers`: node ids of all
+  // servers. Returns the replicas that are present from now on.
   std::vector<int> Acknowledge(int server, int epoch, const std::vector<int>& servers);
 
   // The view for servers, which includes joining replicas, or for workers.

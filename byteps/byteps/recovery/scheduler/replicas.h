@@ -33,7 +33,7 @@ class Replicas {
 
   // Refusal for a worker that wants the place of `member`.
   membership::Refusal WhyTaken(membership::Refusal refusal, const Member& member) const;
-  // A worker has taken the place of a removed one.
+  // Handles a worker that has taken the place of a removed one.
   void OnArrival(const Member& worker);
   bool IsComing(int worker) const;
   // Records a removed worker, so that the next announcement tells the servers of it.
@@ -44,8 +44,8 @@ class Replicas {
 
   // Removes the replica of a lost worker. Returns false if the job cannot go on without it.
   bool Lose(int node_id, const std::string& reason);
-  // A worker registered after the job began. Starts the workers of its replica once all of them
-  // have registered.
+  // Handles a worker that registered after the job began. Starts the workers of its replica once
+  // all of them have registered.
   void OnNewcomer(const Node& worker);
   // Announces the initial replicas to the servers.
   void OnBegun();

@@ -44,12 +44,12 @@ class SchedulerReturn {
   // Keeps a node's message until all nodes have returned. Returns false if the message need not
   // wait.
   bool HoldsBack(const Message& msg);
-  // A returned node is lost, and may return again. Returns false if nodes are not returning now.
+  // Forgets a returned node that is lost, and may return again. False if none return now.
   bool Forget(int node_id);
 
   // ----- called without a lock
 
-  // A node returns.
+  // Takes in a node that returns.
   void OnReturn(const Node& node, const membership::Claim& claim,
                 const membership::Account& account);
   // Goes on without nodes that did not return in time.

@@ -37,7 +37,7 @@ class ServerPlaces {
   // Gives `server` the rank that has been vacant for longest, since the time limit of that rank
   // ends first. Does nothing if no rank is vacant.
   void Choose(Node* server) const;
-  // A server takes the rank of this node id. Returns false if the rank was not vacant.
+  // Fills the rank of this node id by a server. Returns false if the rank was not vacant.
   bool Fill(int node_id);
   // Time at which a vacant rank was last taken.
   Clock::time_point last_filled() const;

@@ -28,24 +28,24 @@ class Trials {
   // ----- called with ScheduledJob::mu held
 
   Clock::time_point NextDue() const;
-  // The server with this node id is lost: drops the accusations against it, and its own
-  // accusations.
+  // Drops the accusations against a lost
+  // server, and its own accusations.
   void Forget(int server);
   void Clear();
 
   // ----- called without a lock
 
-  // A node reports that its link with a server broke, so one of the two nodes is gone or
-  // unreachable. In a job without replicas, a server that a worker accuses is lost. Otherwise the
-  // server is lost if most replicas report a broken link with it, or if the scheduler does not hear
-  // from it in time; if the scheduler does, the accuser is lost. Returns false if nothing was
-  // decided.
+  // Decides after a node has reported that its link with a server broke: one of the two is gone
+  // or unreachable. In a job without replicas, a server that a worker accuses is lost.
+  // Otherwise the server is lost if most replicas report a broken link with it, or if the
+  // scheduler does not hear from it in time; if the scheduler does, the accuser is lost.
+  // Returns false if nothing was decided.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
-  // A server reports that its link with a worker broke. The worker's replica is removed or, if the
-  // job cannot go on without that replica, the server is lost. Returns false if nothing was
-  // decided.
+  // Decides after a server has reported that its link with a worker broke. The worker's
+  // replica is removed or, if the job cannot continue without it, the server is lost. Returns
+  // false if nothing was decided.
   bool AccuseWorker(int server, int worker, const std::string& reason);
-  // The scheduler has heard from the server. Returns false if the server is lost all the same.
+  // Handles a message from an accused server. Returns false if the server is lost all the same.
   bool Acquit(int server);
   // Declares the accused servers lost from which the scheduler has not heard in time.
   void Condemn(Clock::time_point now);

@@ -49,12 +49,12 @@ class BackupUser {
   virtual ~BackupUser() = default;
   // Runs `task` in the thread of a key, after earlier tasks.
   virtual void InThreadOf(uint64_t key, std::function<void()> task) = 0;
-  // The backup has applied the request `number` about this key, or no longer has a copy.
+  // Called when the backup has applied request `number` about this key, or no longer has a copy.
   virtual void OnCopied(uint64_t key, uint64_t number) = 0;
-  // From now on records go to a backup with this pass, which has nothing yet; 0: there is none.
-  // Called with the link's lock held, so that calls come in order: must not call the link.
+  // Called when records must go to a new backup, which has nothing yet. `pass`: its pass; 0: no
+  // backup. Called with the link's lock held, so that calls are in order: must not call the link.
   virtual void OnBackup(uint64_t pass) = 0;
-  // The predecessor's state has arrived, or will not arrive.
+  // Called when the predecessor's state has arrived, or will not arrive.
   virtual void OnFetched() = 0;
 };
 
@@ -67,23 +67,23 @@ class BackupLink {
   // Whether servers hold copies of each other's state.
   bool is_on() const { return is_on_; }
   int num_servers() const { return num_servers_; }
-  // This server has joined.
+  // Starts the link when this server has joined.
   void Start();
-  // Another server was lost, or replaced.
+  // Handle the loss or the replacement of another server.
   void OnServerLost(int rank);
   void OnServerReplaced(int rank);
-  // A message from another server.
+  // Handles a message from another server.
   void OnMessage(Message* message);
   // Whether a message with this head may have values.
   bool Expects(const MessageHead& head) const;
 
   // ----- work as the primary
 
-  // A member was told that its state is loaded, so this server will fetch no state.
+  // Makes this server fetch no state, because a member was told that its state is loaded.
   void HasState() { has_state_ = true; }
   // Sends a record to the backup. Returns the number of the request.
   uint64_t Tell(uint64_t key, const CopyRecord& record, SharedBytes values);
-  // A thread has sent all its state with this pass.
+  // Records that a thread has sent all its state with this pass.
   void OnToldAll(uint64_t pass);
   // Whether the backup has the whole state.
   bool IsCopied();
@@ -91,7 +91,7 @@ class BackupLink {
   bool Fetches() const { return is_on_ && awaits_; }
   // Reason why the predecessor's state will not arrive, or "".
   std::string fetch_error();
-  // The predecessor's state, and its pass.
+  // Return the copies of the predecessor's state, and their pass.
   Copies* fetched() { return &fetched_; }
   uint64_t fetched_pass();
 

@@ -50,13 +50,13 @@ class Confirmations {
 
   // Begins a serial, for a new sum.
   Hold Begin();
-  // The sum is the answer to this request, which the worker has to confirm.
+  // Records that the sum is the answer to this request, which the worker has to confirm.
   void Answered(int rank, uint64_t request, uint64_t serial);
-  // A worker has the answers to all its requests before this one.
+  // Records that a worker has the answers to all its requests before this one.
   void Confirm(int rank, uint64_t before);
-  // A worker has left, and will ask for nothing again.
+  // Records that a worker has left, and will ask for nothing again.
   void SetGone(int rank);
-  // Workers of these ranks, and no others, are absent. They need not confirm.
+  // Makes workers of these ranks, and no others, absent. Absent workers need not confirm.
   void SetAbsent(const std::set<int>& ranks);
   // The first open serial, or the next one.
   uint64_t FirstOpen();

@@ -50,9 +50,9 @@ class CopiedRounds {
 
   // Starts copying to a backup that has nothing yet, with this pass; 0: there is none.
   void SetBackup(uint64_t pass);
-  // The backup has acknowledged request `number`.
+  // Handles the backup's acknowledgement of request `number`.
   void OnCopied(Partition* partition, uint64_t number);
-  // A partition has got a state, possibly that of a lost server.
+  // Takes in a partition that has got a state, possibly that of a lost server.
   void Adopt(Partition* partition);
   // Sends the next state that the backup is missing, or reports that it has all.
   void CopyNext();
@@ -72,7 +72,7 @@ class CopiedRounds {
   void GoOn(Partition* partition, const Copying& what);
   // Fails the round or request that waited, after an error.
   void Fail(Partition* partition, const Copying& what, const std::string& reason);
-  // The tensor was freed while the partition was held.
+  // Handles a tensor that was freed while the partition was held.
   void FreeLater(Partition* partition, const Copying& what);
 
   ServerContext* const context_;

@@ -30,14 +30,14 @@ struct CopyRecord {
   uint32_t round = 0;
   uint32_t rank = 0;  // member that asked for the step
   std::string lacks;  // PackMembers of members missing in the round's sum
-  // kState: a packed list with one declaration; a bit per slot whose values follow, in order;
-  // whether that is the whole state; the last round (RoundUpdate::Pack), whose sum follows the
-  // slots, or "".
+  // For kState. `declaration`: a packed list with one element. `slots`: a bit per slot whose values
+  // follow, in this order. `is_all`: these slots are the whole state. `last`: the last round
+  // (RoundUpdate::Pack), whose sum follows the slots; "" if there is none.
   std::string declaration;
   uint32_t slots = 0;
   bool is_all = false;
   std::string last;
-  // kRound: the first member's request.
+  // For kRound: op and step of the first member's request.
   uint8_t op = 0;
   std::string step;
 

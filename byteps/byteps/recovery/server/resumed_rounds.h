@@ -28,7 +28,7 @@ class ResumedRounds {
   ResumedRounds(ServerContext* context, Rounds* rounds, const AbsentMembers* absent)
       : context_(context), rounds_(rounds), absent_(absent) {}
 
-  // All members have ended the rounds of this tensor before `first_round`.
+  // Skips the rounds of this tensor before `first_round`, which all members have ended.
   void GoOnFrom(const DeclaredTensor* tensor, uint32_t first_round);
   // Answers a push whose round has a sum of the lost server. Returns false if the round has none.
   bool Answers(Partition* partition, const Message& push, int64_t received);

@@ -45,7 +45,7 @@ class RoundRecovery : public RoundLossPolicy {
 
   // Thread-safe, like all functions down to Call.
   //
-  // Workers of these ranks, and no others, are absent.
+  // Makes workers of these ranks, and no others, absent.
   void SetAbsent(const std::set<int>& ranks);
   // See ResumedRounds::GoOnFrom.
   void GoOnFrom(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round);

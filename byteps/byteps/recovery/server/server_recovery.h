@@ -44,12 +44,12 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   void SetAbsent(const std::set<int>& ranks) override;
 
  private:
-  // A worker that has nothing to push confirms the answers that it has received.
+  // Handles the confirmation of received answers by a worker that has nothing to push.
   void OnConfirm(const Message& message);
-  // A worker of a lost server says in which rounds it goes on.
+  // Handles the report of a worker of a lost server: the rounds in which it goes on.
   void OnResume(const Message& message);
   void Resume(const Message& message);
-  // Reason why this successor cannot go on with a tensor that was updated, or "".
+  // Returns why this successor cannot go on with a tensor that was updated, or "".
   std::string WhyNoState(const Declaration& declaration);
   // BackupUser.
   void InThreadOf(uint64_t key, std::function<void()> task) override;

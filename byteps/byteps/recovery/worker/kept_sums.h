@@ -32,13 +32,13 @@ class KeptSums {
   explicit KeptSums(int num_servers) : servers_(num_servers) {}
 
   void Keep(int server, KeptSum sum);
-  // All members have ended the rounds of this partition before `before`.
+  // Drops the sums of this partition's rounds before `before`, which all members have ended.
   void Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before);
-  // All members have the sums of this server with lower serials.
+  // Drops the sums of this server with lower serials, which all members have.
   void DropBefore(int server, uint64_t serial);
-  // A successor has this sum under this serial; 0 if no member needs the sum.
+  // Sets the serial under which a successor has this sum; 0: no member needs the sum.
   void SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial);
-  // Serials of a lost server are meaningless on its successor.
+  // Forgets the serials of a lost server, which are meaningless on its successor.
   void ForgetSerials(int server);
   // Drops the sums of a tensor that every member has released.
   void DropAll(int server, const Tensor& tensor);

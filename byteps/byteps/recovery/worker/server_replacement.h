@@ -21,11 +21,11 @@ namespace core {
 // Makes a ServerReplacement with BYTEPS_REPLACE_SERVERS_S, otherwise the policy that ends the job.
 std::unique_ptr<LossPolicy> MakeLossPolicy(const Config& config, int num_servers);
 
-// Goes on with the successor of a lost server (docs/design/losses.md):
+// Continues the job with the successor of a lost server (docs/design/losses.md):
 //
 //   lost      sends nothing more to the lost server
-//   replaced  declares all tensors to the successor, and says in which rounds this worker goes on;
-//             gives it the kept sums; then repeats the unanswered pushes
+//   replaced declares all tensors to the successor, and tells it the rounds with which this worker
+//             continues; gives it the kept sums; then repeats the unanswered pushes
 class ServerReplacement : public LossPolicy {
  public:
   // `has_backups`: another server has a copy of each server's optimizer state.
@@ -55,13 +55,13 @@ class ServerReplacement : public LossPolicy {
     size_t given_in_flight = 0;
   };
 
-  // The server that is brought up to date in this turn; -1 if that server is lost by now.
+  // Returns the server that is being brought up to date in this turn; -1 if it was lost since.
   int ServerOf(uint64_t turn) const PS_REQUIRES_SHARED(mu_);
   void KeepSum(Message* answer, const Request& request);
-  // Tells a successor in which rounds this worker goes on.
+  // Tells a successor the rounds with which this worker continues.
   void SendResume(int server, uint64_t turn);
   void OnResumed(const Message& answer);
-  // Gives a successor further sums, as many as may be in flight; after the last, goes on.
+  // Sends a successor more kept sums, as many as may be in flight. Calls GoOn after the last.
   void GiveNext(int server, uint64_t turn);
   void Give(int server, uint64_t turn, const KeptSum& sum);
   void OnGiven(const Message& answer);

@@ -72,8 +72,8 @@ class PartitionState {
   // Updates the elements from `begin` to `end`. `gradients` begins with the gradient of the first
   // one. Overwrites the gradients with the parameters.
   void UpdateSome(const UpdateStep& step, size_t begin, size_t end, char* gradients);
-  // The same without changes to the state. Writes to `parameters`, which must not overlap other
-  // arguments.
+  // Computes the same parameters without changes to the state. Writes them to `parameters`, which
+  // must not overlap other arguments.
   void PreviewSome(const UpdateStep& step, size_t begin, size_t end, const char* gradients,
                    char* parameters) const;
   // Returns the SGD momentum of a run's first element; null if the rule has no momentum.

@@ -24,16 +24,16 @@ class RoundUpdate {
               ServerCounters* counters)
       : declaration_(declaration), round_(round), state_(state), counters_(counters) {}
 
-  // A member asks for `step` by `op`. All members must ask for the same as the first member.
+  // Records that a member asks for `step` by `op`. All members must ask for the same as the first.
   std::string Agree(int rank, int op, const std::string& step);
   // Whether Complete can use the spare memory of a push.
   bool keeps_memory() const { return op_ == kPushTry; }
 
-  // The gradients are summed, in `sum`: does what the members' pushes ask for. After a PUSH_STEP
-  // `sum` has the updated parameters or, for blocks, the differences. `spare`: memory of the size
-  // of `sum`, or none.
+  // Does what the members' pushes ask for, with the summed gradients in `sum`. After a
+  // PUSH_STEP `sum` has the updated parameters or, for blocks, the differences. `spare`: memory
+  // of the size of `sum`, or none.
   std::string Complete(SharedBytes* sum, SharedBytes spare);
-  // Complete, on the backup. Computes no preview, since the backup answers no member.
+  // Does the same on the backup, without a preview, since the backup answers no member.
   std::string CompleteCopy(SharedBytes* sum);
   // GradientSums for the members, set by Complete; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
@@ -44,16 +44,16 @@ class RoundUpdate {
     if (!restored_) parameters_ = SharedBytes();
   }
 
-  // A member decides about the step, since it knows the GradientSums. The first member's decision
-  // is carried out, and `sum` gets the parameters. If that fails, `failure` gets the error for the
-  // other members.
+  // Handles the decision of a member that knows the GradientSums. Carries out the first
+  // member's decision, and sets `sum` to the parameters. If that fails, sets `failure` to the
+  // error for the other members.
   std::string Decide(int rank, const std::string& step, SharedBytes* sum, std::string* failure);
 
   // The speculative step, or "".
   const std::string& tried() const { return tried_; }
   // Whether the step was made or skipped.
   bool is_updated() const { return updated_; }
-  // Whether the round's sum holds what members are answered with. Before that, it holds gradients.
+  // Whether the round's sum holds the answer for the members. Before that, it holds gradients.
   bool has_answer() const { return updated_ || overtaken_; }
   // Whether a push with `op` and `step` asks for the same as the earlier pushes of the round.
   bool IsLike(int op, const std::string& step) const;
@@ -77,8 +77,8 @@ class RoundUpdate {
   // or Decide left it.
   std::string Restore(const SharedBytes& sum);
   bool is_restored() const { return restored_; }
-  // A LOAD_STATE replaces the state, so the outcome of a speculative step no longer matters. `sum`,
-  // if not null, gets the members' answer in place of the gradients.
+  // Handles a LOAD_STATE, which replaces the state: a speculative step's outcome no longer matters.
+  // Sets `sum`, if not null, to the members' answer in place of the gradients.
   void Overtake(SharedBytes* sum);
   bool overtaken() const { return overtaken_; }
 

@@ -229,7 +229,7 @@ class SchedulerMembershipTest : public testing::Test {
     Start(settings);
     GatherNodes();
   }
-  // A worker reports that its link with the server at this port broke.
+  // Reports for a worker that its link with the server at this port broke.
   void Accuse(int worker, int port) {
     Accuse(worker, server_, port, "server 0 was lost to worker 0");
   }
@@ -246,7 +246,7 @@ class SchedulerMembershipTest : public testing::Test {
     message.meta.control.node = {node};
     membership_->Handle(message);
   }
-  // A server reports that its link with a worker broke.
+  // Reports for the server that its link with a worker broke.
   void AccuseWorker(int worker) {
     Message message;
     message.meta.control.cmd = Control::JOB_FAILED;

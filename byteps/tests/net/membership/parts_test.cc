@@ -345,7 +345,7 @@ class NodeReturnTest : public testing::Test {
     if (role_ == Node::WORKER) self.aux_id = 0;
     Say(Control::WELCOME, membership::Pack(membership::Welcome{1, life}), {self});
   }
-  // The scheduler dies; returns this node's account from its next registration.
+  // Ends the scheduler. Returns this node's account from its next registration.
   Account LoseScheduler(size_t attempts = 2) {
     membership_->OnDisconnect(kScheduler);
     const auto said = links_->Await(kScheduler, Control::ADD_NODE, attempts);

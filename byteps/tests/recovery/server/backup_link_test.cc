@@ -75,7 +75,7 @@ class BackupLinkTest : public testing::Test {
     link_.OnMessage(&message);
     return user_.sent.empty() ? Message() : user_.sent.back();
   }
-  // The backup answers a request of this server.
+  // Answers a request of this server, as its backup does.
   void Answer(int op, uint64_t key, uint64_t number, const std::string& error) {
     Message answer = MakeAnswer(op, 0, key, number, error);
     answer.between_servers = true;

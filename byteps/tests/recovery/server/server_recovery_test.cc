@@ -79,7 +79,7 @@ class Hub {
     }
     started->SetRank(rank);
   }
-  // Its process dies; messages that are not sent yet are lost.
+  // Kills a server's process. Its messages that are not sent yet are lost.
   void Kill(int rank) {
     nodes_[rank].wire->cut = true;
     std::unique_ptr<SumServer> dead;
@@ -163,7 +163,7 @@ class Script {
     AwaitCopy();
   }
 
-  // The server dies before request number `dies_before`, and is replaced.
+  // Number of the request before which the server dies and is replaced.
   int dies_before = -1;
   // At that time these members miss the answers to the last requests, or the backup misses its last
   // record.

@@ -222,7 +222,7 @@ class DifferencesTest : public testing::TestWithParam<DType> {
   Values Master() const { return Slot(0); }
   Values HeldOnServer() const { return Slot(declaration_.NumSlots() - 1); }
 
-  // The worker adds the differences it receives.
+  // Adds received differences, as a worker does.
   void Take(const SharedBytes& blocks) {
     ASSERT_EQ(blocks.size(), kBlocks * SizeOf(DType::kInt8x128));
     AddDifferences(GetParam(), blocks.data(), held_.data(), kCount, held_.data());

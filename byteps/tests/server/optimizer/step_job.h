@@ -36,7 +36,7 @@ class Answers : public ServerChannel {
     std::string body;
     std::vector<float> values;
 
-    // The body may continue with the missing members.
+    // Reads the sums from the body, which may continue with the missing members.
     GradientSums sums() const {
       GradientSums found;
       EXPECT_GE(body.size(), sizeof(found));
@@ -158,7 +158,7 @@ class Job {
     return Ask(rank, kReadState, round, Packed(verdict) + Bytes(slot), nullptr, offset, bytes);
   }
 
-  // All ranks try a step. Returns the answer, which is the same for all.
+  // Makes all ranks try a step. Returns the answer, which is the same for all.
   Answers::Answer TryAll(uint32_t round, Verdict verdict, const UpdateStep& step) {
     std::vector<uint64_t> numbers;
     for (const uint32_t rank : declaration_.group)

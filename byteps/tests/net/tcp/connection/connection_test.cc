@@ -37,7 +37,7 @@ class TcpPair : public LinkPair {
   void Send(Side from, const ps::SArray<char>& value) override {
     link_.Send(from == kConnects, value);
   }
-  // With two NICs the one in use fails, and the other works again.
+  // Breaks the connection. With two NICs, the one in use fails, and the other works again.
   void Break() override {
     if (nics_ == 1) return hub_.relay.Reset(link_.route, {});
     hub_.relay.SetDown(first_is_down_ ? link_.route : link_.other_route, false);
