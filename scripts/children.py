@@ -137,7 +137,7 @@ class Spawned:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it and all processes in its session; wait for it."""
+        """Kill the process and all processes in its session, and wait until it has ended."""
         if self.running:
             os.killpg(self.pid, signal.SIGKILL)  # The session was created for it.
         self._process.wait()

@@ -66,7 +66,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_engine(images: Sequence[str]) -> None:
-    """Before anything takes long."""
+    """Raises ReleaseError if images are wanted and no program can build them. Called before any
+    step that takes long."""
     if not images:
         say("without images (--images none)")
         return
@@ -121,7 +122,7 @@ def build(options: argparse.Namespace, release: contents.Release, folder: Path) 
 
 
 def make(options: argparse.Namespace) -> Path:
-    """The folder of the release; it is there as a whole, or as it was before."""
+    """Makes the release and returns its folder. After an error the folder is as it was before."""
     release = contents.check(ROOT, draft=options.draft)
     for command in ("apply", "guard"):
         if patchset.main(["--root", str(ROOT), command]) != 0:

@@ -22,7 +22,8 @@ class ReleaseError(Exception):
 
 
 def ship_tools() -> Path:
-    """The folder of the programs of locks/ship.lock, which is installed where it is not current.
+    """Returns the folder of the programs of locks/ship.lock, after installing them if they are not
+    current.
 
     Raises:
         ReleaseError: it could not be installed.
@@ -34,7 +35,7 @@ def ship_tools() -> Path:
 
 
 def pins() -> dict[tuple[str, str], tuple[list[str], list[str]]]:
-    """By name and version of each package in locks/: the groups that hold it, its files' sha256."""
+    """Returns, by name and version of each package in locks/, its groups and its files' sha256."""
     found: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
     groups = locks.configuration()["dependency-groups"]
     for group in groups:
@@ -56,7 +57,7 @@ class Release:
     """Version of the distribution: "1.0.0"."""
     commit: str
     epoch: int
-    """When it was committed, or SOURCE_DATE_EPOCH: seconds since 1970. Dates every file."""
+    """Time of the commit, or SOURCE_DATE_EPOCH, in seconds since 1970. The date of every file."""
 
     @property
     def name(self) -> str:
@@ -72,13 +73,14 @@ def _git(root: Path, *arguments: str) -> bytes:
 
 
 def version_of(root: Path) -> str:
-    """The version that this checkout's pyproject.toml states."""
+    """Returns the version that this checkout's pyproject.toml states."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     return str(project["version"])
 
 
 def check_changelog(root: Path, version: str, draft: bool) -> None:
-    """Raises ReleaseError unless CHANGELOG.md begins with this version, and a date if no draft."""
+    """Raises ReleaseError unless CHANGELOG.md begins with this version and, except for a draft, a
+    date."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\S+)(?: \((.*)\))?$", text, re.MULTILINE)
     if newest is None or newest[1] != version:
@@ -94,10 +96,10 @@ def check_changelog(root: Path, version: str, draft: bool) -> None:
 
 
 def check(root: Path, *, draft: bool = False) -> Release:
-    """The release that this checkout is.
+    """Returns the release that this checkout makes.
 
     Args:
-        draft: the changelog may call it unreleased.
+        draft: the changelog may call the version unreleased.
 
     Raises:
         ReleaseError: files are not committed, or versions and changelog disagree.
@@ -119,7 +121,7 @@ def check(root: Path, *, draft: bool = False) -> Release:
 
 
 def archive(root: Path, release: Release, folder: Path) -> Path:
-    """Writes the archive of the checkout, of what is committed: the same bytes for the same commit.
+    """Writes an archive of the checkout's committed files: the same bytes for the same commit.
 
     pip takes the source distribution beside it, which has the patched BytePS.
     """
@@ -130,7 +132,7 @@ def archive(root: Path, release: Release, folder: Path) -> Path:
 
 
 def write_sums(folder: Path) -> Path:
-    """Writes SHA256SUMS of all files there, for `sha256sum --check`."""
+    """Writes SHA256SUMS of all files in the folder, for `sha256sum --check`."""
     files = sorted(path for path in folder.iterdir() if path.name != SUMS)
     lines = [f"{sha256_file(path)}  {path.name}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")

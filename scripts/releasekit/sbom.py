@@ -44,7 +44,7 @@ def _sha256(*values: str) -> list[HashType]:
 
 
 def _library(name: str, version: str, purl_type: str, **more: object) -> Component:
-    """A component whose reference is its package URL."""
+    """Makes a component whose reference is its package URL."""
     purl = PackageURL(purl_type, name=name, version=version)
     return Component(name=name, version=version, purl=purl, bom_ref=purl.to_string(), **more)
 
@@ -59,7 +59,8 @@ class Materials:
     needs: list[tuple[Component, list[Component]]] = field(default_factory=list)
 
     def add(self, component: Component, needs: Iterable[Component] = ()) -> Component:
-        """The component of this reference, which may be there already."""
+        """Adds a component, unless one of the same reference is there. Returns the component that
+        is there."""
         kept = self.components.setdefault(str(component.bom_ref), component)
         self.needs.append((kept, list(needs)))
         return kept
@@ -76,13 +77,13 @@ class Materials:
         return bom
 
     def _top(self) -> list[Component]:
-        """Get the components that no other contains: the files."""
+        """Returns the components that no other component contains: the files."""
         held = {str(one.bom_ref) for _, needed in self.needs for one in needed}
         return [one for reference, one in self.components.items() if reference not in held]
 
 
 def _upstream(materials: Materials, upstream: Upstream) -> Component:
-    """The patched tree: upstream's source distribution, and what was done to it."""
+    """Adds the patched tree: upstream's source distribution, with the patches and the overlay."""
     original = _library(upstream.name, upstream.version, "pypi", hashes=_sha256(upstream.sha256))
     patches = [
         Patch(
@@ -103,7 +104,7 @@ def _upstream(materials: Materials, upstream: Upstream) -> Component:
 
 
 def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
-    """The packages of locks/, by group and name."""
+    """Adds the packages of locks/, and returns them by group and name."""
     found: dict[str, dict[str, Component]] = {}
     for (name, version), (groups, hashes) in pins().items():
         component = materials.add(
@@ -118,7 +119,7 @@ def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
 
 
 def _sodium(materials: Materials, folder: Path) -> Component:
-    """libsodium as scripts/lib/system.sh fetched it: with the distribution's patches."""
+    """Adds libsodium as scripts/lib/system.sh fetched it: with the distribution's patches."""
     name, version, distribution = (folder / "versions").read_text(encoding="utf-8").split()
     about = {"arch": "source", "distro": distribution}
     purl = PackageURL("deb", distribution.partition("-")[0], name, version, about)
@@ -135,10 +136,10 @@ def _sodium(materials: Materials, folder: Path) -> Component:
 
 
 def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
-    """The materials of what lies in a release's folder.
+    """Returns the materials of the files in a release's folder.
 
     Raises:
-        ReleaseError: a file is there whose contents are not known.
+        ReleaseError: the contents of a file there are not known.
     """
     main = Component(
         type=ComponentType.APPLICATION, name="megatron-byteps", version=release.version,
@@ -188,7 +189,7 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
 
 
 def write(materials: Materials, path: Path) -> None:
-    """Writes it, and fails where it is not as its schema says."""
+    """Writes the bill of materials. Raises ReleaseError if it breaks its schema."""
     text = JsonV1Dot6(materials.bom()).output_as_string(indent=1)
     fault = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     if fault is not None:

@@ -64,7 +64,7 @@ def test_help_and_bad_use_of_programs(program: str) -> None:
     "script", ["apply_patches.sh", "locks.py", "merge_traces.py", "progress.py"]
 )
 def test_scripts_that_need_no_environment(script: str) -> None:
-    """They run with any Python, without our packages."""
+    """These scripts run with any Python, without our packages."""
     command = [sys.executable, "-S", str(REPOSITORY / "scripts" / script), "--help"]
     if script.endswith(".sh"):
         command = command[2:]

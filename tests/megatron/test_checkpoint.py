@@ -124,7 +124,8 @@ def test_the_optimizer_moves(
     saves: tuple[str, ...],
     resumes: tuple[str, ...],
 ) -> None:
-    """From servers to Megatron's distributed optimizer and back, in another layout."""
+    """The optimizer's state moves from servers to Megatron's distributed optimizer and back, in
+    another layout."""
     dropout = ("--hidden-dropout", "0", "--attention-dropout", "0")
     # The first layer of an MLP is saved as two tensors.
     plain = (*dropout, *PADDED, "--swiglu", "--global-batch-size", "4")

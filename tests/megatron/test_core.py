@@ -63,7 +63,8 @@ def test_buffers_may_move_between_steps(run_job: RunJob) -> None:
 def test_parameters_gradients_and_optimizer_may_leave_between_steps(
     fork_server: None, tmp_path: Path
 ) -> None:
-    """Their storages are freed and reallocated, as by trainers that generate between steps."""
+    """The tensors' storages are freed and reallocated, as by trainers that generate between
+    steps."""
 
     def run(name: str, **settings: bool) -> list[Any]:
         job = Job(tmp_path / name, "tests.layouts.gpt.offload:train", 2, {"width": 32, **settings})
@@ -183,7 +184,8 @@ def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: bool) -> None:
-    """Either route may be faster here. All ranks choose the same, with the same sums."""
+    """Either route may be faster here. All ranks choose the same route. The sums are those of a job
+    without servers."""
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
     auto = {**config, "use_dpu_reduce": True, "dpu_reduce_backend": "auto"}
     ours = run_job("core_forced", 4, config=auto, per_host=2)
@@ -376,7 +378,8 @@ def test_an_unusual_dtype_has_a_name() -> None:
 
 
 def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
-    """Not even for a group with the same lowest rank, which only its members know."""
+    """Only its members know a group. What they build for it changes nothing for another group, even
+    one with the same lowest rank."""
     everywhere, here = bucket_op.Named(), bucket_op.Named()
     group, alone = (0, 1), (0,)
     seen = []

@@ -42,7 +42,7 @@ def told_at_start(hosts: int, servers: Network) -> str:
 
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
 def test_three_programs_give_one_answer(hosts: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """With no spare machine, with half as many as hosts, and with as many."""
+    """The answers are the same with no spare machine, half as many as hosts, and as many."""
     own = ["--hosts", str(hosts), "--gpus", "2", "--link-gbps", "10"]
     words = (*RECIPE, *SHARDED)
     plain = parameters.parse(words, world=2 * hosts)

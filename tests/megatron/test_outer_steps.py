@@ -59,7 +59,7 @@ def optimizer_of(*parameters: torch.Tensor) -> Any:
 
 
 NOTHING = SimpleNamespace(chained_optimizers=[SimpleNamespace(is_stub_optimizer=True)])
-"""Like a frozen pipeline stage."""
+"""The optimizer of a rank that owns no parameters, like a frozen pipeline stage."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("optimizer", [NOTHING, optimizer_of(torch.empty(0))])
 def test_a_rank_that_owns_nothing_steps_as_the_others(optimizer: Any, tmp_path: Path) -> None:
-    """It finds the same steps for exchanges as the other ranks of its replica."""
+    """Such a rank exchanges in the same steps as the other ranks of its replica."""
     model = torch.nn.ModuleDict()
     model.ddp_config = SimpleNamespace(use_distributed_optimizer=False)  # type: ignore[assignment]
     rank = outer_steps.OuterSteps(ARGS, [model], optimizer, done=5)

@@ -114,7 +114,8 @@ PLAIN = ("--global-batch-size", "2", "--hidden-dropout", "0", "--attention-dropo
 def test_a_split_sequence_gives_the_gradients_of_the_whole(
     train: Train, run_dir: Path, ranks: int
 ) -> None:
-    """The same micro-batch and parameters, on a single rank and over all ranks."""
+    """A single rank and all ranks together process the same micro-batch with the same
+    parameters."""
     folder = str(run_dir / "checkpoint")
     whole = train(*PLAIN, "--save", folder, "--save-interval", "2", ranks=1)
     resume = ("--load", folder, "--ckpt-step", "2", "--no-load-rng")

@@ -64,7 +64,8 @@ BOTH_LEAVE = [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_first_that_is_there_and_stays_saves(others: Others) -> None:
-    """Even if it was lost in the step before, and no other replica knows yet."""
+    """An absent first replica is passed over, even if it was lost in the step before and no other
+    replica knows yet."""
     assert others.save(("here", BOTH), ("saved", [1.0, 1.0])) == []
     assert others.save(("here", ALONE), ("saved", [0.0, 2.0])) == MINE
     assert others.save(("here", FIRST_LEAVES), ("saved", [1.0, 1.0])) == MINE
@@ -117,7 +118,7 @@ def test_what_is_written_in_the_background_is_asked_for_at_the_end(
 def test_without_replicas_a_signal_is_looked_for_as_megatron_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a list of as many values as ranks, of which no tensor is made."""
+    """Megatron looks in a list of as many values as ranks, and makes no tensor of it."""
 
     def no_tensor(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a tensor is made of the signals")

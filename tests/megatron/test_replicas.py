@@ -61,7 +61,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
-    """Also if routers are trained by more than gradients."""
+    """The two are equal even if routers are trained by more than gradients."""
     options = options_of("--replicas", "2", "--steps", "4", megatron=QUANTILES)
     assert_same(bench.train(options, prefix, EACH_STEP), bench.train(options, prefix, None))
 
@@ -74,7 +74,8 @@ SERVERS = {
     "int8": ("--bf16", "--dpu-reduce-wire-dtype", "int8"),
     "fp16": ("--fp16", "--initial-loss-scale", "4294967296"),
 }
-"""With the optimizer on the servers. The scale of fp16 is too large, so steps are skipped."""
+"""Arguments by case, with the optimizer on the servers. The scale of fp16 is too large, so steps
+are skipped."""
 
 
 @pytest.mark.thorough

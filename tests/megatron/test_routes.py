@@ -172,7 +172,8 @@ def test_slow_servers_are_left_out_where_rates_are_known() -> None:
 
 
 def test_measured_rates_decide() -> None:
-    """By bytes servers are 1.5 times as fast; measured rates may decide otherwise."""
+    """By the number of bytes, servers are 1.5 times as fast; measured rates may decide
+    otherwise."""
     what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
     told = network(4, 4, gbps=100)
     for through_servers, route in ((80e8, FLAT), (60e8, COLLECTIVE)):

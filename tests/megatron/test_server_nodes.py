@@ -155,7 +155,7 @@ def test_a_checkpoint_goes_on_the_other_way(
 
 
 def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
-    """So does the rank next to it, which waits for it inside the host."""
+    """The rank next to the lost one ends, too: it waits for that rank inside the host."""
     words = [*data_arguments(dataset), *SERVERS, *EARLY, *NODE_FIRST]
     job = run_job("train", 4, arguments=words, per_host=2, broken="lost", fails=True)
     for rank in (0, 1, 2):
@@ -164,12 +164,12 @@ def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
 
 
 class Interrupt(BaseException):
-    """Like KeyboardInterrupt, which would end the tests."""
+    """An exception like KeyboardInterrupt, which itself would end the tests."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), Interrupt()])
 def test_after_a_step_that_failed_nothing_is_sent_or_saved(error: BaseException) -> None:
-    """For any kind of failure, in the step or in the backward pass."""
+    """Any kind of failure counts, in the step or in the backward pass."""
     bucket = mock.Mock()
     said = f"earlier step failed .{error!s}" if str(error) else "earlier step failed .Interrupt"
     for fails in ("step", "early"):
@@ -285,7 +285,7 @@ def test_a_job_that_resumes_makes_the_steps_of_one_that_goes_on(
 
 
 def test_what_each_rank_has_lost_is_saved_on_request(train: Train, run_dir: Path) -> None:
-    """Then a job that saves computes the same bits as a job that does not."""
+    """With that request, a job that saves computes the same bits as a job that does not."""
     shared = (*INT4, *DROPOUT, *SHARDED, "--dpu-feedback-per-rank")
     save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
     whole = train(*shared, environment=FEW)

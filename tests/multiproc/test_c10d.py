@@ -57,7 +57,7 @@ def test_gathers_do_not_hang(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_torch_finds_every_method_that_starts_an_operation() -> None:
-    """So torch never starts an operation with the GIL, under any name that its C++ looks up."""
+    """torch never starts an operation with the GIL, under any name that its C++ looks up."""
     folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     (header,) = folder.rglob("PyProcessGroup.hpp")
     text = re.sub(r"/\*.*?\*/", "", header.read_text())

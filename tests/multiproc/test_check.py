@@ -199,7 +199,8 @@ def test_counts_of_a_probe_are_forgotten(make_cluster: Callable[..., Cluster]) -
 
 
 def test_a_scheduler_that_could_run_is_not_reached(make_cluster: Callable[..., Cluster]) -> None:
-    """Its port is free afterwards, and a node that waits for the real scheduler gets no answer."""
+    """The check of a scheduler leaves the port free, and does not answer a node that waits for the
+    real scheduler."""
     cluster = make_cluster(workers=1, servers=1)
     cluster.port = free_ports()
     server = cluster.start_server()

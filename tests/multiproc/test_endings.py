@@ -186,7 +186,7 @@ def test_of_the_rank_that_started_the_cluster(make_cluster: Make, ending: Ending
 
 @pytest.mark.parametrize("way", ["raise", "exit-3"])
 def test_while_another_rank_hangs(make_cluster: Make, way: str) -> None:
-    """Scheduler and servers do not wait for it."""
+    """Scheduler and servers do not wait for the hanging rank."""
     ending = next(ending for ending in ENDINGS if ending.way == way)
     cluster, other = start(make_cluster, ending, hangs=True)
     end_rank(cluster, ending)
@@ -279,7 +279,8 @@ def pause(process: Process, seconds: float) -> None:
 
 @pytest.mark.thorough
 def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
-    """It is stopped for longer than it waits for others, and these wait for longer than that."""
+    """The scheduler is stopped for longer than it waits for other nodes. The others wait even
+    longer."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "10"})
     cluster.start_scheduler()
     cluster.set_env({"BYTEPS_PEER_TIMEOUT_S": "60"})
@@ -295,8 +296,8 @@ def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
 
 
 def test_scheduler(make_cluster: Make) -> None:
-    """It is stopped for longer than the others wait: they report it, and so does the scheduler
-    itself."""
+    """The scheduler is stopped for longer than the others wait. They report this, and so does the
+    scheduler itself."""
     cluster = start_looping(make_cluster, SHORT, workers=2, servers=1)
     stop(cluster.scheduler)
     workers = list(cluster.workers.values())

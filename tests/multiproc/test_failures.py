@@ -235,7 +235,7 @@ def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
 def test_signals_end_nodes_promptly(
     make_cluster: Callable[..., Cluster], number: signal.Signals, status: int, complete: bool
 ) -> None:
-    """In the middle of a job, and while they still wait for other nodes."""
+    """Nodes end in the middle of a job, and while they still wait for other nodes."""
     cluster = make_cluster(workers=1, servers=2, env=AT_ONCE)
     cluster.start_nodes()
     if complete:

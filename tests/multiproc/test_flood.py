@@ -23,7 +23,7 @@ MOST_LINES = 10
 MOST_MIB = 64
 MOST_FILES = 1024
 BURST = 5000
-"""More than the kernel queues for one listener."""
+"""Number of peers of a flood: more than the kernel queues for one listener."""
 
 
 def peak_mib(process: Process) -> float:
@@ -92,7 +92,7 @@ def run_amid_floods(cluster: Cluster, kind: str, sources: int, burst: int, count
 
 @pytest.mark.parametrize(("kind", "sources"), [("silent", 0), ("talking", 50)])
 def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sources: int) -> None:
-    """From the nodes' own address, and from others."""
+    """The flood comes from the nodes' own address, or from other addresses."""
     run_amid_floods(make_cluster(workers=2, servers=1), kind, sources, BURST)
 
 
@@ -115,7 +115,8 @@ def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Cluster]) -> None:
-    """It gets the reason of the refusal, and little of what it sends afterwards is read."""
+    """Such a peer gets the reason of the refusal, and little of what it sends afterwards is
+    read."""
     most = 64 << 20
     cluster = make_cluster(workers=1, servers=1)
     cluster.start_scheduler()

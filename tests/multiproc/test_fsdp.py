@@ -80,8 +80,8 @@ def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_a_script_that_knows_nothing(run_dir: Path) -> None:
-    """By variables alone, with servers that start with the job. What was learned is nearly the
-    same; rank 0 says how gradients travel."""
+    """Environment variables alone send the script's sums through servers, which start with the job.
+    The script learns nearly the same as over gloo, and rank 0 reports how gradients travel."""
     script = run_dir / "script.py"
     script.write_text(SCRIPT)
     sums = {}

@@ -199,7 +199,7 @@ def test_data_loaders(make_cluster: Callable[..., Cluster]) -> None:
 def test_a_killed_worker_is_noticed_by_its_connection(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """Not by its silence, which would take longer than this test waits."""
+    """The silence of the worker would be noticed later than this test waits."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "3000"})
     workers = cluster.start("failures:killed")
     cluster.wait_mark("sums", (0, 1))

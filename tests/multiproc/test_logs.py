@@ -300,7 +300,7 @@ def test_a_signal_ends_it(
 def test_a_scheduler_with_a_full_pipe(
     make_cluster: Callable[..., Cluster], full_pipe: tuple[int, int]
 ) -> None:
-    """It listens, admits nodes, and a late reader gets its messages."""
+    """The scheduler listens and admits nodes, and a late reader gets its messages."""
     cluster = make_cluster(workers=1, servers=1)
     reader, writer = full_pipe
     port_file = cluster.folder / "port"

@@ -129,7 +129,8 @@ def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) ->
 
 
 def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
-    """Like DDP, whose buckets of the same length share a name, while another rank pauses."""
+    """DDP gets into this case: its buckets of the same length share a name, and another rank may
+    pause."""
     cluster = make_cluster(workers=2, servers=1, env=PATIENCE)
     cluster.start("sums:far_ahead")
     cluster.wait_mark("begun", [0])
@@ -138,7 +139,7 @@ def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> None:
-    """A tensor's declaration asks for it; the servers' setting is off."""
+    """A tensor's declaration asks for this order; the servers' setting is off."""
     cluster = make_cluster(workers=3, servers=2, env=PATIENCE)
     cluster.start("sums:in_order")
     for name in ("as they come", "in the order of ranks"):

@@ -132,7 +132,8 @@ def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster])
 
 
 def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
-    """After the timeout it is a loss; the error names the link, both ends and the limit."""
+    """After the timeout a broken connection is a loss. The error names the link, both ends and the
+    limit."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     (server,) = cluster.servers
@@ -152,7 +153,7 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_not_at_all(make_cluster: Callable[..., Cluster]) -> None:
-    """0: a broken connection is a loss at once."""
+    """With a timeout of 0 a broken connection is a loss at once."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "0"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):

@@ -111,7 +111,7 @@ def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
 
 
 def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]) -> None:
-    """Its heartbeats are missing; when it goes on, it gets an error, and ends."""
+    """The stopped replica sends no heartbeats. When it continues, it gets an error, and ends."""
     job = make_replicas(2, BYTEPS_PEER_TIMEOUT_S="3")
     still = job.start(1, steps=20, stands_still=["pushed", 5])
     other = job.start(0, steps=20)
@@ -216,7 +216,8 @@ def test_one_dies_with_the_optimizer_on_the_servers(
 def test_it_comes_back_to_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], who: int
 ) -> None:
-    """It gets the servers' parameters, even if it loaded them initially."""
+    """The replica gets the servers' parameters, even if it is the one that loaded them
+    initially."""
     job = make_served(3)
     others = [job.start(number, steps=40, pace=0.1) for number in range(3) if number != who]
     dying = job.start(who, steps=40, pace=0.1, dies=["pushed", 6])

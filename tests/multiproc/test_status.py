@@ -34,7 +34,7 @@ from tests.multiproc.programs.lifecycle import LARGE, PARTITIONS, ROUNDS, SMALL
 STATUS = REPOSITORY / "scripts/status.sh"
 WORKERS = 2
 BYTES = 4 * (LARGE + SMALL)
-# Heartbeats come every sixth of it.
+# Nodes send a heartbeat every sixth of BYTEPS_PEER_TIMEOUT_S.
 QUICK = {"BYTEPS_PEER_TIMEOUT_S": "3", "BYTEPS_PARTITION_BYTES": "4096"}
 
 
@@ -354,7 +354,7 @@ def test_half_requests_delay_no_scrape(make_cluster: Callable[..., Cluster]) -> 
 def test_by_default_one_address_of_the_job_and_loopback(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """It uses no other address, which may lead to another network."""
+    """Metrics are served at no other address, since that might lead to another network."""
     port = free_ports(2)
     host = "127.0.0.2"
     env = {"BYTEPS_METRICS_PORT": str(port), "DMLC_NODE_HOST": host, "BYTEPS_LOCAL_RANK": "1"}

@@ -126,7 +126,7 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     ids=["route", "receiver", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
-    """Not even with the secret: the worker is connected, and stays so."""
+    """Even a peer with the secret is refused: the worker is connected, and stays so."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with greeted(nodes["server"], hello, SECRET) as (_, said):
@@ -200,7 +200,7 @@ def test_a_node_that_has_not_the_secret(
 
 
 def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) -> None:
-    """Nodes do not trust it."""
+    """Nodes do not trust such a scheduler."""
     cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_scheduler()
     worker = cluster.start_worker(0, "failures:init_only", env={"BYTEPS_AUTH": "1"})
@@ -278,7 +278,8 @@ def test_a_secret_is_not_printed() -> None:
     ],
 )
 def test_who_has_not_joined_has_nothing_to_say(steady: Cluster, said: bytes) -> None:
-    """At the scheduler, which must let any peer ask to join."""
+    """The scheduler must let any peer ask to join. It closes the connection of a peer that sends
+    anything else."""
     with greeted(nodes_of(steady)["scheduler"], Hello(), SECRET) as (stranger, refused):
         assert refused == ""
         stranger.sendall(said)

@@ -165,7 +165,7 @@ UPSTREAMS = {"BYTEPS_TRACE_START_STEP": "1", "BYTEPS_TRACE_END_STEP": "1"}
 def test_steps_and_limit(
     make_cluster: Callable[..., Cluster], run_dir: Path, steps: dict[str, str]
 ) -> None:
-    """Only the requested rounds, and no more than fit."""
+    """The timeline has only the requested rounds, and no more partitions than fit."""
     more = {**steps, "BYTEPS_TRACE_LIMIT": "3"}
     run(make_cluster(workers=WORKERS, env=settings(run_dir, **more)), "lifecycle:known")
     for worker in timelines(run_dir, "worker"):
@@ -179,7 +179,7 @@ def test_steps_and_limit(
 def test_it_is_written_after_the_last_round(
     make_cluster: Callable[..., Cluster], run_dir: Path
 ) -> None:
-    """Processes that are killed later, as actors of Ray are, lose nothing of it."""
+    """Processes that are killed later, like actors of Ray, lose nothing of the timeline."""
     env = settings(run_dir, BYTEPS_TRACE_STEPS="0-1")
     cluster = make_cluster(workers=WORKERS, env=env)
     cluster.start("lifecycle:known")
@@ -230,7 +230,7 @@ def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Pat
 
 
 def test_a_file_for_each_life(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    """Timelines written before a suspend are kept."""
+    """Each life of a process has its own file, so timelines written before a suspend are kept."""
     run(make_cluster(workers=1, env=settings(run_dir)), "lifecycle:two_lives")
     for role in ("worker", "server"):
         names = [{row.args["tensor"] for row in t.rows} for t in timelines(run_dir, role)]

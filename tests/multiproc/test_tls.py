@@ -108,7 +108,7 @@ def overheard(cluster: Cluster) -> bytes:
 
 @pytest.mark.parametrize("tls", ["0", "1"])
 def test_who_listens_in_between(make_cluster: Callable[..., Cluster], tls: str) -> None:
-    """Without encryption the same method reads the values."""
+    """A listener in between reads the values only without encryption."""
     cluster = start_looping(make_cluster, {"BYTEPS_TLS": tls}, workers=2, servers=1)
     heard = overheard(cluster)
     assert (ONE * 16 in heard) == (tls == "0")

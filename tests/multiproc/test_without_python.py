@@ -96,7 +96,7 @@ ONE_PARTITION = {f"BYTEPS_{name}_BYTES": str(LARGE) for name in ("PARTITION", "M
 
 
 def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
-    """They are refused by name, and the server never allocates memory for them."""
+    """Such values are refused by name, and the server never allocates memory for them."""
     with small_cluster(run_dir, **ONE_PARTITION) as job:
         arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1", "--fail-in", "0"]
         workers = job.start_workers(1, *arguments)

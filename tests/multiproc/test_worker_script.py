@@ -48,7 +48,8 @@ def test_local_servers_need_a_scheduler(run_dir: Path) -> None:
 
 
 def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
-    """Without --scheduler; a single rank needs no torch.distributed."""
+    """Without --scheduler the job starts its own nodes; a single rank needs no
+    torch.distributed."""
     worker = scripted.start(
         "worker",
         *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
@@ -169,7 +170,7 @@ def test_a_restart_has_a_store_of_its_own(
 
 
 def test_check_finds_typos(run_dir: Path) -> None:
-    """Also without a scheduler."""
+    """The check works without a scheduler, too."""
     command = ["bash", str(SCRIPTS / "worker.sh"), "--check"]
     for name, status in (("BYTEPS_PARTITION_BYTE", 2), ("BYTEPS_OF_MINE", 0)):
         said = captured(command, START_S, env={**environment(run_dir), name: "1"})

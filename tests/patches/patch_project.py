@@ -41,7 +41,7 @@ NEWEST_FILES = {
     "trainer/loop.py": "import time\n#\n#\n#\n#\ndef step():\n    reduce()\n    update()\n",
     "trainer/second.py": "def second():\n    reduce()\n",
 }
-"""The trainer's next version: the same step in another place, and a second one."""
+"""Files of the trainer's next version: the same step in another place, and a second step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class Project:
 def run_script(
     *arguments: str, cache: Path | None = None, env: dict[str, str] | None = None
 ) -> Result:
-    """Runs scripts/patchset.py in this process; both output streams together."""
+    """Runs scripts/patchset.py in this process, and gets both output streams as one text."""
     variables = dict(os.environ) | (env or {})
     if cache is not None:
         variables["MEGATRON_BYTEPS_CACHE"] = str(cache)
@@ -166,7 +166,8 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int, int]]:
-    """Content, mode and modification time (ns) of every file under `folder`, .git left out."""
+    """Returns content, mode and modification time (ns) of every file under `folder`, except
+    .git."""
     return {
         path.relative_to(folder).as_posix(): (
             path.read_bytes(),
@@ -179,7 +180,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int, int]]:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Content and mode of every file, and every folder, under `folder`; .git left out."""
+    """Returns content and mode of every file, and every folder, under `folder`, except .git."""
     found = {name: entry[:2] for name, entry in snapshot(folder).items()}
     folders = (path for path in folder.rglob("*") if path.is_dir())
     relative = (path.relative_to(folder) for path in folders)

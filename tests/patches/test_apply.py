@@ -33,7 +33,8 @@ def test_commit_hashes_are_reproducible(patched: Project, tmp_path: Path) -> Non
     for name in ("engine", "trainer", "patches"):
         (other.root / name).symlink_to(patched.root / name)
     other.ok("apply")
-    # The first tree's commits were made by hand; from patches alone they are the same everywhere.
+    # The commits of the first tree were made by hand. Commits that are made from patches are the
+    # same everywhere.
     (patched.root / "build/engine").rename(patched.root / "old")
     patched.ok("apply")
     assert other.git("rev-parse", "HEAD") == patched.git("rev-parse", "HEAD")
@@ -199,7 +200,8 @@ def test_overlay_only_copies_and_keeps_times(patched: Project) -> None:
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {"src/added.txt", "src/second.txt"}
     assert patched.git("rev-parse", "HEAD") == head
-    # Edited once more, and then committed: neither counts as work, nor is rewritten when equal.
+    # The overlay file is edited again, and then committed. Neither counts as work in the tree, and
+    # an equal file is not rewritten.
     patched.write_overlay("src/added.txt", "quicker\n")
     patched.ok("apply")
     committed = snapshot(patched.tree())

@@ -129,7 +129,8 @@ def test_export_warns_of_what_is_not_committed(patched: Project) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
-        # git applies this three lines away from where it says, which a reader would not expect.
+        # git would apply this patch three lines away from its line number, which a reader would not
+        # expect.
         (SEVEN, "@@ -4,7 +4,7 @@", "@@ -7,7 +7,7 @@", f"patches/engine/{SEVEN} is not what export"),
         (NINE, "Because.", "Because. ", f"patches/engine/{NINE} is not what export writes (line"),
         (

@@ -167,7 +167,7 @@ def test_series_that_is_no_good(
 
 
 def test_commit_is_fetched_once(two_series: Project, newest: Path) -> None:
-    # Another repository has it too, and the one in the lock is gone: the cache serves.
+    # The repository in the lock is gone: the commit comes from the cache.
     shutil.rmtree(newest)
     two_series.ok("apply", "--check", "--only", "newest")
     shutil.rmtree(two_series.cache / "checkouts")
@@ -234,12 +234,12 @@ def test_series_applies_and_survives_the_round_trip() -> None:
 
 @pytest.fixture(scope="module")
 def checkout(main_branch: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout as users have it, patched, with what a CPU needs."""
+    """A checkout as users have it, patched, with the part for CPUs."""
     folder = tmp_path_factory.mktemp("checkout") / "Megatron-LM"
     unpack(main_branch, folder)
     before = contents(folder)
     target = ["apply", "--target", str(folder)]
-    # There and back, and there again.
+    # Apply, undo, and apply again.
     for options in (["--cpu"], ["--reverse"], ["--cpu"]):
         result = run_script(*target, *options)
         assert result.status == 0, result.output
@@ -260,20 +260,21 @@ def test_sums_are_the_same_to_the_last_bit(checkout: Path, run_dir: Path) -> Non
 @pytest.mark.thorough
 @pytest.mark.requires("megatron-main")
 def test_servers_that_keep_the_optimizer_update_alike(checkout: Path, run_dir: Path) -> None:
-    """scripts/train.py holds them to the distributed optimizer's losses."""
+    """scripts/train.py compares the losses with the distributed optimizer's."""
     output = _train(checkout, run_dir, "--optimizer", "servers")
     assert "the mean of the last ten differs by 0.00%" in output
 
 
 def _train(checkout: Path, folder: Path, *options: str) -> str:
-    """Two ranks, through servers and without; what scripts/train.py says of both."""
+    """Train two ranks, through servers and without; return the comparison that scripts/train.py
+    prints."""
     source = folder / "text.txt"
     source.write_text("".join(f"line {n} of the text\n" for n in range(500)))
     command = [sys.executable, "-m", "scripts.train", "--tree", str(checkout), "--compare"]
     command += ["--steps", "6", "--out", str(folder / "out"), "--data", str(source)]
     command += ["--data-cache", str(folder / "data"), *options, "--", *MODEL]
     modules = os.pathsep.join([str(checkout), str(REPOSITORY)])
-    # A git checkout compiles a module for its data sets, by the python3 that PATH has.
+    # A git checkout compiles a module for its data sets, with the python3 on PATH.
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     run = captured(
         command,

@@ -1,5 +1,5 @@
-"""The series that fits, in a user's own Megatron: all or nothing, undone to the byte, and found by
-looking at files.
+"""Patching a user's own Megatron by the series that fits: a change is made as a whole, undone to
+the byte, and recognized by looking at files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def target(two_series: Project, mine: Path) -> Target:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """All that was printed since it was asked last."""
+    """A function that returns all output since its last call."""
 
     def read() -> str:
         told = capsys.readouterr()
@@ -158,7 +158,7 @@ def test_hunk_that_fits_at_two_places_is_refused(target: Target, mine: Path) -> 
 
 
 def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Path) -> None:
-    """A later patch that needs an earlier one's other hunk is not blamed for it."""
+    """A later patch is not blamed for needing another hunk of an earlier patch that fails."""
     loop = patched.tree("trainer") / LOOP
     loop.write_text(loop.read_text() + "".join(f"line {number}\n" for number in range(30)))
     git(patched.tree("trainer"), "commit", "-q", "-a", "-m", "loop: lines")
@@ -180,7 +180,7 @@ def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Pa
 def test_what_git_took_back_is_patched_again(
     target: Target, mine: Path, said: Callable[[], str], gone: str
 ) -> None:
-    """The state after ``git checkout .`` or ``git clean``."""
+    """A file is as after ``git checkout .`` or ``git clean``."""
     before = contents(mine)
     target.apply()
     after = contents(mine)
@@ -197,7 +197,7 @@ def test_what_git_took_back_is_patched_again(
 def test_an_upgrade_is_seen_and_patched(
     target: Target, mine: Path, two_series: Project, said: Callable[[], str]
 ) -> None:
-    """pip has put other files in the place of the patched ones, and left ours."""
+    """pip has replaced the patched files, and left the files that we added."""
     target.apply()
     make(mine, "4.0.0", NEW)
     target = Target.of(mine, two_series.root)
@@ -207,7 +207,7 @@ def test_an_upgrade_is_seen_and_patched(
     assert "series for newest 4.0" in said() and target.status()
     target.reverse()
     assert contents(mine) == contents(make(mine.parent / "new", "4.0.0", NEW))
-    # Or without being patched again: ours go, theirs stay.
+    # The same upgrade, not patched again: our files are removed, and the new ones stay.
     make(mine, "3.1.4", OLD)
     target.apply()
     make(mine, "4.0.0", NEW)
@@ -248,7 +248,7 @@ def test_other_state_of_the_series_takes_the_place(
 def test_a_copy_without_the_record_is_known(
     target: Target, mine: Path, said: Callable[[], str]
 ) -> None:
-    """A clone of a checkout in which patched files were committed."""
+    """The folder is like a clone of a checkout in which patched files were committed."""
     target.apply()
     shutil.rmtree(mine / writing.RECORD)
     assert target.status() and "patched, series for trainer 1.0" in said()
@@ -293,11 +293,12 @@ def test_part_that_the_lock_does_not_know(target: Target, mine: Path, two_series
 
 
 class Killed(BaseException):
-    """The end of a process."""
+    """Stands for the end of the process."""
 
 
 class Fault:
-    """Fails the call of that number, of those that change files, and all later ones."""
+    """Makes calls that change files fail, from the call of this number on. `kills`: as if the
+    process were killed."""
 
     def __init__(self, patch: pytest.MonkeyPatch, number: int, *, kills: bool) -> None:
         self._left, self._kills, self._recover = number, kills, writing.recover
@@ -315,7 +316,7 @@ class Fault:
         return instead
 
     def _take_back(self, root: Path) -> None:
-        """An error is over then; a process that was killed does nothing."""
+        """Ends an error's effect before files are restored. A killed process restores nothing."""
         if self._left < 0 and not self._kills:
             self._left = 1000
         if self._left >= 0:
@@ -350,8 +351,8 @@ def test_a_change_is_made_as_a_whole(
 
 
 def test_megatron_forward_and_back(tmp_path: Path) -> None:
-    """The real series on the real upstream gives what the assembled tree holds, and goes away."""
-    # A tree of its own: build/ may be in the middle of somebody's work.
+    """The real series makes the real upstream equal to the assembled tree, and can be undone."""
+    # The test has its own tree, since somebody may be working in build/.
     root = tmp_path / "project"
     root.mkdir()
     for name in ("upstream.lock", "patches", "Megatron-LM"):
@@ -369,11 +370,12 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
         assert result.status == 0, result.output
         return result.output
 
-    # By itself, nothing of what a CPU needs: a node whose driver is broken must fail.
+    # Without --cpu no part for CPUs is added: a node whose driver is broken must fail.
     assert "(6 patches)" in run()
     assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
     assert not (tree / "megatron/training/cpu_platform.py").exists()
-    # Our own checker of arguments needs no GPU either, and uses it where it is.
+    # Only our checker of arguments may use that part, if it is there, since the checker needs no
+    # GPU.
     upstreams = {n: c for n, (c, _) in contents(tree).items() if "dpu_reduce/" not in n}
     assert not any(b"cpu_platform" in content for content in upstreams.values())
     run("--cpu")
@@ -386,7 +388,7 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
 
 
 def test_installed_package_in_place_and_back(tmp_path: Path) -> None:
-    """Runs like from a wheel: without the project, and without git."""
+    """The command runs as from a wheel: without the project, and without git."""
     site = tmp_path / "site-packages"
     (upstream,) = (one for one in load_lock(REPOSITORY) if one.name == "megatron-core")
     unpack(upstream, site)

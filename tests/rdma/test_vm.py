@@ -304,7 +304,7 @@ def test_guest_under_another_interface() -> None:
 
 @pytest.mark.on_rdma
 def test_link_is_measured(run_dir: Path) -> None:
-    """Both ends are on the same device."""
+    """Both ends of the measured link are on the same device."""
     with (run_dir / "server.log").open("w") as log:
         server = subprocess.Popen([SCRIPT, "--device", "rxe0", "--server"], stdout=log)
     try:

@@ -334,7 +334,7 @@ class Moving(Kept):
 def test_all_shards_are_waited_for_when_a_rank_of_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise parameters for the others would be written into memory that the caller has back."""
+    """Otherwise servers' parameters would be written into memory that the caller uses again."""
     monkeypatch.setattr(server_transfer, "ServerTensor", Moving)
     monkeypatch.setattr(session, "rank", lambda: 0)
     monkeypatch.setattr(Moving, "waited", [], raising=False)

@@ -156,7 +156,7 @@ def test_after_two_clipped_steps_nothing_is_tried_before_one_that_is_not() -> No
 
 @pytest.mark.parametrize("phase", ["push", "finish"])
 def test_no_parameters_are_taken_of_a_step_that_failed(phase: str) -> None:
-    """Both buckets are awaited, and no step continues before a state is loaded."""
+    """Both buckets are awaited, and no further step begins before a state is loaded."""
     machine, calls = machine_of("wait", fails=phase)
     with pytest.raises(BytePSError, match="server 0 was lost"), machine.failing():
         machine.push(GROUPS)

@@ -161,7 +161,7 @@ def saved(job: Job) -> None:
 
 
 def refused(job: Job) -> None:
-    """Tensors that cannot be sent so, and members that disagree."""
+    """Tensors that cannot be sent in few bits, and members that disagree."""
     bps.init()
     for label, given, form in (
         ("int64", torch.ones(4, dtype=torch.int64), "int8"),

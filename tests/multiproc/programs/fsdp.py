@@ -57,7 +57,7 @@ def _shard(
 def _train(
     job: Job, model: Any, steps: int = STEPS, *, accumulates: bool = False
 ) -> list[torch.Tensor]:
-    """Whole parameters after some steps."""
+    """Train some steps, and return the whole parameters."""
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.5)
     torch.manual_seed(100 + job.rank)
     for _ in range(steps):
@@ -75,7 +75,7 @@ def _whole(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _plain(model: nn.Module) -> None:
-    """FSDP2 as torch has it."""
+    """Leave FSDP2 as it is in torch."""
 
 
 def _served(wire_dtype: str, gather_dtype: str = "none") -> Callable[[nn.Module], None]:
@@ -155,8 +155,9 @@ def few_bits(job: Job) -> None:
 
 
 def _feed_back(job: Job) -> None:
-    """The sum of many rounded gradients is close to that of the gradients, in each layer. Those of
-    one layer are a thousand times as large: what it has lost must not be added to the other's."""
+    """In each layer, the sum of many rounded gradients is close to the sum of the gradients. One
+    layer's gradients are a thousand times as large as the other's, so a loss of the one must not be
+    added to the other."""
     layers = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(2)])
     for layer in layers:
         fully_shard(layer)

@@ -305,7 +305,8 @@ def straggling(job: Job) -> None:
 
 
 def drained(job: Job) -> None:
-    """Worker 0 pushes, worker 1 on the test's signal; then they sum until that fails."""
+    """Worker 0 pushes at once, and worker 1 on the test's signal. Then both sum until a sum
+    fails."""
     bps.init()
     bps.push_pull(torch.ones(SMALL), average=False, name="small")
     if job.rank == 0:

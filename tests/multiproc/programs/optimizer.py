@@ -330,7 +330,8 @@ class Reference:
 
 
 def equals_torch(job: Job) -> None:
-    """Also with an exchange in each step and, with lr 1 and no momentum, plain averaging."""
+    """Local steps equal torch's outer SGD, also with an exchange in each step, and as plain
+    averaging (lr 1, no momentum)."""
     bps.init()
     for every, lr, momentum in ((1, 0.7, 0.9), (5, 0.7, 0.9), (4, 1.0, 0.0)):
         name = f"every {every} lr {lr}"

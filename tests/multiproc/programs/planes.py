@@ -46,7 +46,7 @@ def total(found: list[Endpoint], plane: str, name: str, peers: str = "") -> int:
 
 
 def sizes(job: Job) -> None:
-    """Bytes in every count of args["counts"], three rounds each."""
+    """Sum tensors of args["counts"] bytes, three rounds each."""
     bps.init()
     ranks = list(range(job.size))
     for count in job.args["counts"]:
@@ -61,7 +61,8 @@ def sizes(job: Job) -> None:
 
 
 def many(job: Job) -> None:
-    """Hundreds of tensors in flight, of all sizes, waited for in another order."""
+    """Sum hundreds of tensors of all sizes at the same time, and wait for them in the opposite
+    order."""
     bps.init()
     ranks = list(range(job.size))
     counts = [1 + 97 * n % 5003 + (40_000 if n % 25 == 0 else 0) for n in range(job.args["count"])]

@@ -149,7 +149,7 @@ class Replica:
         return step
 
     def take_facts(self, giver: int, name: str) -> int:
-        """Return the step after which it joins."""
+        """Take over a donor's facts; return the step after which this replica joins."""
         facts = members.take_facts(giver=giver, rank=bps.rank(), name=name)
         self.lives = dict(enumerate(facts["lives"]))
         self.lives[self.number] += 1

@@ -416,8 +416,8 @@ def names(job: Job) -> None:
 
 
 def other_shapes(job: Job) -> None:
-    """A name is free for parameters of another shape; no state of the first remains here. Ranks
-    close or collect."""
+    """A released name is free for parameters of another shape, and no state of the first parameters
+    remains on the ranks. Rank 0 releases the name by close(), the others by garbage collection."""
     for life, rows in enumerate((256, 300, 256)):
         with job.check(f"life {life}, of {rows} rows"):
             torchs = torch.optim.SGD([torch.nn.Parameter(torch.ones(rows, 256))], lr=0.1)
