@@ -194,7 +194,7 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
     gain = seconds[COLLECTIVE] / seconds[ours]
     if gain * MARGIN >= 1:
         return decision(ours, f"{gain:.2f} x as fast as the collective")
-    return decision(COLLECTIVE, f"{ours} would be {gain:.2f} x as fast")
+    return decision(COLLECTIVE, f"servers would be {gain:.2f} x as fast")
 
 
 def _node_first(what: Sum, why: str) -> tuple[str, str]:

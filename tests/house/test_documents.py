@@ -296,7 +296,7 @@ TRIED = {
     r"docker build -f docker/server.Dockerfile": "tests/images/test_images.py",
     r"openssl": "tests/multiproc/test_tls.py",
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
-    r"torchrun --nnodes": "tests/multiproc/test_embedded.py",
+    r"(?:BYTEPS_HOST_ID=. )?torchrun --nnodes": "tests/multiproc/test_embedded.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
     r"\$ megatron-byteps sizing": "tests/unit/test_sizing.py",
     r"\$ megatron-byteps check": "tests/megatron/test_check.py",

@@ -57,8 +57,8 @@ def test_doctor(run_dir: Path) -> None:
         assert text in said.stdout, text
     assert "2 ranks on each of 4 hosts" in said.stdout
     assert "would start 1 server on each" in said.stdout
-    assert "in fp32: collective" in said.stdout
-    assert "in int8: node-first, 1.97 x as fast as the collective" in said.stdout
+    assert "in fp32: NCCL or gloo (servers would be 1.00 x as fast)" in said.stdout
+    assert "in int8: servers, node-first (1.97 x as fast as the collective)" in said.stdout
 
 
 def test_doctor_finds_what_is_wrong(run_dir: Path) -> None:

@@ -185,6 +185,41 @@ def test_the_example_of_the_documentation(job: Started) -> None:
     job.demand_nothing_left()
 
 
+SCRIPT_OF_USER = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(200, 200))
+model(torch.ones(4, 200)).square().mean().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_two_hosts_on_one_machine(job: Started) -> None:
+    """Runs the lines of docs/use/quick-start.md."""
+    page = (REPOSITORY / "docs/use/quick-start.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("\n## Two hosts on one machine\n")
+    lines = re.findall(r"^    (.*torchrun.*) train\.py( &)?$", section.split("\n## ")[0], re.M)
+    exported = re.findall(r"^    export (.*)$", section, re.M)[0]
+    assert [end for _, end in lines] == [" &", ""]
+    program, port = job.folder / "train.py", str(free_ports())
+    program.write_text(SCRIPT_OF_USER, encoding="utf-8")
+    launchers = []
+    for line, _ in lines:
+        variables, _, words = line.partition(" torchrun ")
+        env = dict(one.split("=") for one in f"{exported} {variables}".split())
+        words = [*words.split(), "--master-port", port, str(program)]
+        launchers.append(job.start_words(words, env=env))
+    for launcher in launchers:
+        assert launcher.wait(RUN_S) == 0, launcher.text
+    said = launchers[0].text
+    assert "servers, 2 in all on 2 host(s)" in said
+    assert "sent as int8 over 2 ranks on 2 host(s): BytePS" in said
+    job.demand_nothing_left()
+
+
 def test_single_process(job: Started) -> None:
     """No launcher and no torch.distributed."""
     launcher = job.start("again")

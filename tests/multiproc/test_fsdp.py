@@ -81,12 +81,13 @@ def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster]) -> None:
 
 def test_a_script_that_knows_nothing(run_dir: Path) -> None:
     """Environment variables alone send the script's sums through servers, which start with the job.
-    The script learns nearly the same as over gloo, and rank 0 reports how gradients travel."""
+    The script learns nearly the same as over gloo, and rank 0 reports how gradients
+    travel, or that they do not use the servers."""
     script = run_dir / "script.py"
     script.write_text(SCRIPT)
     sums = {}
     for name, variables in {
-        "gloo": {},
+        "gloo": {"BYTEPS_C10D": "1"},
         "ours": {
             "BYTEPS_C10D": "1",
             "BYTEPS_C10D_BACKEND": "flat",
@@ -103,6 +104,8 @@ def test_a_script_that_knows_nothing(run_dir: Path) -> None:
         sums[name] = float(found[0])
         is_told = "reduce-scatters of float32, sent as int8 over 2 ranks on 2 host(s)" in job.text
         assert is_told == (name == "ours"), job.text
+        advice = job.text.count("set BYTEPS_FSDP_DTYPES on all hosts")
+        assert advice == (name == "gloo"), job.text
     assert sums["ours"] != sums["gloo"]
     assert sums["ours"] == pytest.approx(sums["gloo"], abs=0.05)
 

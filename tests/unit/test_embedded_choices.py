@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from byteps.launcher.child import Child, find_executable
 from byteps.launcher.embedded_nodes import EmbeddedNodes
 from byteps.launcher.host_servers import HostServers
 from byteps.launcher.places import LocalPlace
-from byteps.launcher.start import Start
+from byteps.launcher.start import Start, demand_one_secret, secret_mark
 
 LIMIT_S = 60.0
 """Limit in seconds, against hangs."""
@@ -212,7 +213,7 @@ def test_several_hosts_have_servers_of_their_own(
     nodes = EmbeddedNodes(0)
     start = Start(0, 3, None, nodes)
     told = [
-        {"starts": True, "problem": "", "address": ""}
+        {"starts": True, "problem": "", "address": "", "secret": ""}
         | {"place": {"host": host, "local": None, "is_named": False}}
         | {"means": means([range(cores)], gbps=10.0)[0]}
         for host, cores in (("a", 16), ("b", 4), ("a", 16))
@@ -231,9 +232,35 @@ def test_several_hosts_have_servers_of_their_own(
     monkeypatch.setenv("BYTEPS_TLS", "1")
     with pytest.raises(RuntimeError, match=r"BYTEPS_TLS=1 and no secret.*--new-secret"):
         start.answers(told)
-    monkeypatch.setenv("BYTEPS_SECRET_FILE", "job.secret")
+    (tmp_path / "job.secret").write_text(f"{'a' * 16}\n")
+    monkeypatch.setenv("BYTEPS_SECRET_FILE", str(tmp_path / "job.secret"))
     assert "BYTEPS_SECRET" not in start.answers(told)[0]["address"]
     nodes.end(time.monotonic())
+
+
+def test_ranks_with_different_secrets_start_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "job.secret").write_text(f"{'a' * 16}\n")
+    for name in ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"):
+        monkeypatch.delenv(name, raising=False)
+    told = [{"secret": secret_mark()}]
+    for name, value in (
+        ("BYTEPS_SECRET", "a" * 16),
+        ("BYTEPS_SECRET", "b" * 16),
+        ("BYTEPS_AUTH", "0"),
+    ):
+        monkeypatch.setenv(name, value)
+        told.append({"secret": secret_mark()})
+    monkeypatch.delenv("BYTEPS_AUTH")
+    monkeypatch.delenv("BYTEPS_SECRET")
+    monkeypatch.setenv("BYTEPS_SECRET_FILE", str(tmp_path / "job.secret"))
+    assert secret_mark() == told[1]["secret"], "the same secret in a file"
+    for one, other in itertools.combinations(told, 2):
+        with pytest.raises(
+            RuntimeError, match=r"ranks \[1\] of 3 have another secret.*SECRET_FILE"
+        ):
+            demand_one_secret([one, other, one])
 
 
 def test_one_host_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,6 +527,11 @@ class TestEnd:
         embedded.end_left()
         assert helper.status == 1 and not nodes.folder.exists()
         assert not capfd.readouterr().err
+
+    def test_logs_of_a_job_that_did_not_start_stay(self, nodes: EmbeddedNodes, add: Add) -> None:
+        add("print('authentication failed', flush=True); import time; time.sleep(600)")
+        embedded.stop(keeps_logs=True)
+        assert nodes.folder.exists()
 
     def test_a_forked_copy_owns_nothing(self, nodes: EmbeddedNodes, add: Add) -> None:
         helper = add("import time; time.sleep(600)")

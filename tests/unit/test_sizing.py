@@ -258,6 +258,27 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["rows"][-1]["wire"] == "int4" and said["rows"][-1]["needs"]["server_cores"] > 1
 
 
+def test_table_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of docs/use/when-to-use.md that gives an answer at a glance."""
+    text = (REPOSITORY / "docs/use/when-to-use.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (\d) . (\d+) GbE \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    for hosts, nics, gbps, shown in rows:
+        words = f"--parameters 7B --hosts {hosts} --nics {nics} --link-gbps {gbps} --machines 0"
+        assert sizing.main(words.split()) == 0
+        said = capsys.readouterr().out
+        if "change nothing" in said and "with fewer bits" not in said:
+            assert shown.startswith("NCCL |")
+            continue
+        row = r"^ +0 +- +1 +(int\d) .*?(\d\.\d\d) +[0-9.]+ +- +(\d+)"
+        found = re.findall(row, said, re.MULTILINE)
+        hidden = re.search(r"Where a micro-batch computes for (\S+) s", said)
+        assert hidden and [wire for wire, *_ in found] == ["int8", "int4"]
+        (_, int8, cores), (_, int4, _) = found
+        gains = f"int8: {int8} times, int4: {int4} times"
+        assert shown == f"{gains} | {cores} | {hidden[1]} s"
+
+
 def examples() -> list[tuple[str, str]]:
     """Get (command, its output) of the indented blocks in docs/use/when-to-use.md."""
     text = (REPOSITORY / "docs/use/when-to-use.md").read_text()

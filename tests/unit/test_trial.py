@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 from byteps.trial import command, hosts, verdict
-from byteps.trial.child import error_of
+from byteps.trial.child import error_of, first_failure
 from byteps.trial.hosts import Hosts, TrialError
 from byteps.trial.meter import missing_flags
 from byteps.trial.reports import LOOPBACKS, Desk, tell
 from byteps.trial.verdict import Side
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from scripts.children import captured
 from tests.multiproc.cluster import processes_with
@@ -109,7 +110,9 @@ def test_answer_wants_a_gain_beyond_the_spread(
 def test_answer_says_why_nothing_is_gained() -> None:
     slow, fast = [_report(2.0)], [_report(1.0)]
     assert "on one host" in _answer(slow, [_report(1.0, hosts=1)])
-    assert _answer(slow, [_report(1.0, pushed=0)]).startswith("keep NCCL: so does BytePS")
+    assert _answer(slow, [_report(1.0, pushed=0)]).endswith(
+        "leaves all gradients of this job to it"
+    )
     assert "No loss was seen" in _answer([_report(2.0, loss=None)], fast)
     assert "differ by +5.00 %" in _answer(slow, [_report(1.0, loss=2.1)])
 
@@ -190,12 +193,28 @@ def test_silent_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["Traceback (most recent call last):", "  File f"], ["Traceback (most recent call last):",
                                                              "  File f"]),
-        (["error: no data", "t INFO worker 0 host job.py:3: left"], ["error: no data"]),
+        (["error: no data", "t INFO worker 0 host job.py:3: left",
+          "W1130 08:54:48.1 16 torch/distributed/elastic/api.py:2] Sending process 7 SIGTERM",
+          "E1130 08:54:50.2 16 torch/distributed/elastic/api.py:1] failed (exitcode: -9)",
+          "Traceback (most recent call last):", "  File g", "ChildFailedError: rank 1"],
+         ["error: no data"]),
     ],
     ids=["ranks", "cut", "no-traceback"],
 )  # fmt: skip
 def test_own_error_of_a_script_is_shown(lines: list[str], wanted: list[str]) -> None:
     assert error_of(lines) == wanted
+
+
+@pytest.mark.parametrize(("status", "how"), [(-9, "by SIGKILL"), (3, "with status 3")])
+def test_rank_that_ended_first_is_named(status: int, how: str) -> None:
+    failures = {
+        rank: ProcessFailure(local_rank=0, pid=7, exitcode=code, error_file="<N/A>")
+        for rank, code in ((0, -15), (5, status))
+    }
+    failures[0].timestamp += 10
+    text = str(ChildFailedError("train.py", failures))
+    assert first_failure(f"step 1\n{text}\n") == f": rank 5 ended {how}"
+    assert not first_failure("step 1\n")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +255,7 @@ def _trial(*words: str | Path) -> list[str]:
     ("script", "options", "wanted"),
     [
         (FAILS, (), "  | the last line of the child\nmegatron-byteps try: launch 1 (plain) "
-                    "ended with status 1; its log is "),
+                    "ended with status 1; the output of its ranks is in "),
         (WAITS, ("--timeout", "0.5"), "launch 1 (plain) ran for 0.5 s (--timeout)"),
         (LEAVES_A_CHILD, (), "launch 1 (plain) failed: no rank reported a step"),
     ],

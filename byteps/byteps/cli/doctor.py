@@ -212,7 +212,10 @@ class Doctor:
                 wire_bytes=round(1e6 * WIRE_BYTES[wire]),
             )
             decision = routing.decide(what, network)
-            self.note(f"gradients that travel in {wire}: {decision.route}, {decision.why}")
+            path = f"servers, {decision.route}"
+            if decision.route == routing.COLLECTIVE:
+                path = "NCCL or gloo"
+            self.note(f"path of gradients in {wire}: {path} ({decision.why})")
 
 
 def _run(

@@ -11,8 +11,8 @@ nothing is started. ``bps.shutdown()`` calls :func:`leave` last, or :func:`stop`
 Children serve the other ranks until these have left. No child outlives the rank that started it: at
 its end the rank's process waits for its children. With ``--die-with-parent`` the kernel ends a
 child even if its rank is killed. Then the other ranks are told which rank was lost, and the
-children remove their logs, which have no other news. The log of a child that has failed by itself
-is kept. If all processes are killed at once, logs stay, too.
+children remove their logs, which have no other news. Logs are kept if a child has failed by itself,
+and if the job did not start. If all processes are killed at once, logs stay, too.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def start_if_needed(
     try:
         return Start(rank, size, store, _current).find(place)
     except BaseException:
-        stop()
+        stop(keeps_logs=True)
         raise
 
 
@@ -145,11 +145,16 @@ def expect_end() -> None:
         child.expect_end()
 
 
-def stop() -> None:
-    """End the processes that start_if_needed() has started, at once."""
+def stop(*, keeps_logs: bool = False) -> None:
+    """End the processes that start_if_needed() has started, at once.
+
+    Args:
+        keeps_logs: the job did not start, and the logs may say why.
+    """
     global _current
     nodes, _current = _current, None
     if nodes is not None and nodes.is_own:
+        nodes.keeps_logs |= keeps_logs
         nodes.end(time.monotonic())
 
 

@@ -35,6 +35,8 @@ class EmbeddedNodes:
         self.children: list[Child] = []
         self.is_left = False
         """Whether this rank has left the job without a failure. Other ranks may still be in it."""
+        self.keeps_logs = False
+        """Whether logs stay even if no child has failed by itself."""
         self.ends_at_exit = False
         """Whether an exit handler of the C library ends the processes with this process."""
         self._rank, self._pid = rank, os.getpid()
@@ -123,5 +125,6 @@ class EmbeddedNodes:
             self.leave()
 
     def _clean_up(self) -> None:
-        if self.is_left and self.is_own and not self.running and not self.any_failed:
+        kept = self.keeps_logs or self.any_failed
+        if self.is_left and self.is_own and not self.running and not kept:
             shutil.rmtree(self._folder or "", ignore_errors=True)

@@ -4,14 +4,15 @@ servers."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from byteps import logs
@@ -133,7 +134,7 @@ class Start:
             address = own_address(os.environ, self._store)
         try:
             find_executable()
-            return {"means": means_of_host(address), "address": address}
+            return {"means": means_of_host(address), "address": address, "secret": secret_mark()}
         except RuntimeError as error:
             return {"problem": str(error)}
 
@@ -153,6 +154,7 @@ class Start:
         answers: list[Message] = [{"local": local} for local in locals_]
         if self._nodes is None:
             return answers
+        demand_one_secret(told)
         hosts: dict[str, list[int]] = {}
         for rank, one in enumerate(told):
             hosts.setdefault(one["place"]["host"], []).append(rank)
@@ -176,7 +178,7 @@ class Start:
             "DMLC_PS_ROOT_URI": host,
             "DMLC_NUM_SERVER": str(servers),
             "DMLC_NUM_WORKER": str(self._size),
-            **_new_secret(os.environ, self._size),
+            **_new_secret(self._size),
         }
         port = nodes.start_scheduler(address, self._deadline)
         # A logger would drop this line at its default level, but every user must see it.
@@ -190,10 +192,36 @@ class Start:
         return {**address, "DMLC_PS_ROOT_PORT": str(port)}
 
 
-def _new_secret(env: Mapping[str, str], size: int) -> dict[str, str]:
+def demand_one_secret(told: list[Message]) -> None:
+    """Raises BytePSError unless all ranks have told the same `secret_mark`."""
+    if others := [rank for rank, one in enumerate(told) if one["secret"] != told[0]["secret"]]:
+        raise byteps_error(
+            f"ranks {others} of {len(told)} have another secret than rank 0: set the same "
+            "BYTEPS_SECRET_FILE (or BYTEPS_SECRET) on all hosts, or on none; and BYTEPS_AUTH=0 on "
+            "all or on none"
+        )
+
+
+def secret_mark() -> str:
+    """Return a text that is the same on ranks with the same secret; empty: this rank has none.
+
+    Anybody can read it in torch's store. It has 32 bits, too few to find a secret of 16 bytes.
+    """
+    if not setting("BYTEPS_AUTH", bool):
+        return "BYTEPS_AUTH=0"
+    secret = setting("BYTEPS_SECRET", str)
+    if file := setting("BYTEPS_SECRET_FILE", str):
+        try:
+            secret += Path(file).read_text(errors="replace")
+        except OSError as error:
+            raise byteps_error(f"BYTEPS_SECRET_FILE={file} cannot be read: {error}") from None
+    return hashlib.sha256(secret.rstrip().encode()).hexdigest()[:8] if secret else ""
+
+
+def _new_secret(size: int) -> dict[str, str]:
     """Return a setting with a new secret for the job. Return {} if the environment names a secret
     or disables authentication."""
-    if env.get("BYTEPS_SECRET") or env.get("BYTEPS_SECRET_FILE") or env.get("BYTEPS_AUTH") == "0":
+    if secret_mark():
         return {}
     if size > 1 and setting("BYTEPS_TLS", bool):
         raise byteps_error(

@@ -7,14 +7,16 @@ collectives of the same process groups, such as those that collect a checkpoint,
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from byteps.torch import session, wire
+from byteps.torch import c_lib, session, wire
 from byteps.torch.c10d import scatters
 from byteps.torch.c10d.reductions import SUMMED, Settings
 from byteps.torch.figures import setting
@@ -26,6 +28,9 @@ NONE = "none"
 _FIRST = "2.9"
 """First version of torch whose FSDP2 has the necessary hooks."""
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16)
+
+_logger = logging.getLogger(__name__)
+_advised: list[bool] = []
 
 Call = Callable[..., Any]
 
@@ -74,30 +79,56 @@ def _demand(like: str, given: str, known: Sequence[str]) -> None:
 def install() -> None:
     """Apply BYTEPS_FSDP_DTYPES to all FSDP2 modules of this process. A second call does nothing.
 
+    If the variable is not set, rank 0 says so once FSDP2 reduces gradients over hosts.
+
     Raises:
         BytePSError: torch is too old for this; the text names its version.
     """
-    wire_dtype, _, gather_dtype = setting("BYTEPS_FSDP_DTYPES", str).partition(",")
-    gather_dtype = gather_dtype or NONE
-    if (wire_dtype, gather_dtype) == (NONE, NONE):
+    if not c_lib.is_set("BYTEPS_FSDP_DTYPES"):
+        with contextlib.suppress(session.BytePSError):  # the advice would be of no use
+            _replace(_natives()[0], _advise)
         return
-    scatter, gather = _natives()
-    for native, is_asked, served in (
-        (scatter, wire_dtype != NONE, functools.partial(reduce_scatter, wire_dtype=wire_dtype)),
-        (gather, gather_dtype != NONE, all_gather),
-    ):
-        if is_asked and not hasattr(native.__call__, "__wrapped__"):
-            native.__call__ = _serving(native.__call__, served)
+    wire_dtype, _, gather_dtype = setting("BYTEPS_FSDP_DTYPES", str).partition(",")
+    if wire_dtype != NONE:
+        _replace(_natives()[0], functools.partial(reduce_scatter, wire_dtype=wire_dtype))
+    if gather_dtype not in ("", NONE):
+        _replace(_natives()[1], all_gather)
 
 
-def _serving(native: Call, served: Call) -> Call:
+def _replace(of: Any, served: Call) -> None:
+    """Make `served` run this class's collectives while the process is in a job."""
+    native = of.__call__
+    if hasattr(native, "__wrapped__"):
+        return
+
     @functools.wraps(native)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if not session.is_initialized():
             return native(self, *arguments, **named)
         return served(self, functools.partial(native, self), *arguments, **named)
 
-    return call
+    of.__call__ = call
+
+
+@_disable_dynamo
+def _advise(
+    owner: object,
+    native: Call,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    """Run a reduce-scatter by `native`. Say once, on rank 0, that it does not use the servers."""
+    if not _advised and session.rank() == 0 and scatters.spans_hosts(group):
+        _advised.append(True)
+        _logger.warning(
+            "BYTEPS_C10D=1 alone gains nothing for FSDP2, whose reduce-scatters stay with NCCL or "
+            "gloo: set BYTEPS_FSDP_DTYPES on all hosts, to int8 for gradients, int8,int8 for "
+            "parameters too, or none to keep them there"
+        )
+    return native(output_tensor, input_tensor, group, *arguments, **named)
 
 
 def _natives() -> tuple[Any, Any]:

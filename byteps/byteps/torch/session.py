@@ -171,7 +171,7 @@ def _join(
         launch = _told(settings)
         c_lib.init(gpu=_gpu(), given=settings)
     except BaseException:
-        embedded.stop()
+        embedded.stop(keeps_logs=True)
         raise
     _launch = launch
     in_flight.registers_memory = c_lib.registers_memory()

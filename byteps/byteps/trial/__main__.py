@@ -119,10 +119,8 @@ class _Trial:
                 status = running.wait(self._options.timeout)
             if status is None:
                 failure = f"ran for {self._options.timeout:g} s (--timeout)"
-            elif status:
-                failure = "ended with " + (
-                    f"signal {-status}" if status < 0 else f"status {status}"
-                )
+            else:
+                failure = running.failure()
         except RuntimeError as error:
             raise TrialError(str(error)) from None
         try:
@@ -132,7 +130,8 @@ class _Trial:
             failure = f"failed: {error}"
         self._last = report or self._last
         if failure:
-            failure = f"{running.own_error()}\nlaunch {number} ({name}) {failure}; its log is {log}"
+            failure = f"launch {number} ({name}) {failure}; the output of its ranks is in {log}"
+            failure = f"{running.own_error()}\n{failure}"
         self._hosts.end_launch(number, self._last, failure)
         if report is None:
             raise TrialError(failure)

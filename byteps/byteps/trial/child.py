@@ -25,7 +25,14 @@ themselves."""
 _LINES = 40
 """Number of log lines that are shown of a failed launch."""
 _TRACEBACK = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
-_OURS = re.compile(r"(INFO|WARNING|ERROR) (worker|server|scheduler) [-\d]+ \S+ \S+:\d+: ")
+_ROOT_CAUSE = re.compile(
+    r"^Root Cause .*\n\[\d+\]:\n.*\n.*\n  rank +: (\d+) .*\n  exitcode +: (-?\d+) ", re.MULTILINE
+)
+"""torchrun's report of the rank that ended first."""
+_LOGS = re.compile(
+    r"^[EWI]\d{4} .* torch/|(INFO|WARNING|ERROR) (worker|server|scheduler) [-\d]+ \S+ \S+:\d+: "
+)
+"""Lines of torchrun's log and of BytePS's."""
 
 
 class Command:
@@ -70,18 +77,41 @@ class Command:
         self._child.wait(time.monotonic() + limit_s)
         return self._child.status
 
+    def failure(self) -> str:
+        """Return how the command ended, and, if torchrun has told, which rank ended first. Return
+        an empty text for status 0."""
+        status = self._child.status
+        return f"ended {_how(status)}{first_failure(self._text())}" if status else ""
+
     def own_error(self) -> str:
         """Return the error that the command has printed."""
-        lines = error_of(self._child.log.read_text(errors="replace").splitlines())
+        lines = error_of(self._text().splitlines())
         return "\n".join(f"  | {line}" for line in lines) or "  | (it has printed nothing)"
+
+    def _text(self) -> str:
+        return self._child.log.read_text(errors="replace")
+
+
+def _how(status: int) -> str:
+    with suppress(ValueError):
+        return f"by {signal.Signals(-status).name}"
+    return f"with status {status}"
+
+
+def first_failure(text: str) -> str:
+    """Return the rank that ended first, and how, from torchrun's report; empty without one."""
+    told = _ROOT_CAUSE.search(text)
+    return f": rank {told[1]} ended {_how(int(told[2]))}" if told else ""
 
 
 def error_of(lines: Sequence[str]) -> list[str]:
-    """Return the first traceback of these lines: its exception has caused the others. Without a
-    traceback return the last lines that are not log lines of BytePS."""
+    """Return the first traceback of a rank: its exception has caused the others. Without a
+    traceback return the last lines that are not log lines of BytePS or torchrun."""
+    # torchrun prints this line when its ranks have ended, and then a traceback of its own.
+    lines = list(itertools.takewhile(lambda line: "] failed (exitcode: " not in line, lines))
     begins = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]
     if not begins:
-        return [line for line in lines if not _OURS.search(line)][-_LINES:]
+        return [line for line in lines if not _LOGS.search(line)][-_LINES:]
     # A rank's lines begin with its prefix, and may be mixed with lines of other ranks.
     prefix = lines[begins[0]].partition("Traceback")[0]
     own = [line for line in lines[begins[0] :] if line.startswith(prefix)]

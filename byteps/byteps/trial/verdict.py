@@ -88,7 +88,7 @@ def answer(plain: Side, ours: Side, added: str) -> str:
         why = f"all {report['ranks']} ranks are on one host, where nothing crosses a network"
         return f"keep {native}: {why}"
     if not any(one["pushed"] for one in ours.reports):
-        return f"keep {native}: so does BytePS, for all gradients of this job on these hosts"
+        return f"keep {native}: on these hosts BytePS also leaves all gradients of this job to it"
     if gain < ENOUGH:
         return f"keep {native}: BytePS is {gain:.2f} x as fast, which is no gain to rely on"
     if max(ours.medians) >= min(plain.medians):
