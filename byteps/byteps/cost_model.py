@@ -155,8 +155,9 @@ def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
 
 
 def scatter_to_owners(hosts: int, pushed: float) -> Load:
-    """The load of a reduce-scatter whose shards are summed on their owners' hosts: of what the
-    ranks of a host push, all but their own shards leaves it, and sums come from its own servers."""
+    """Return the load of a reduce-scatter whose shards are summed on their owners' hosts. The ranks
+    of a host push all except their own shards out of the host; sums come from the host's own
+    servers."""
     return Load(host=(hosts - 1) / hosts * pushed)
 
 

@@ -1,4 +1,4 @@
-"""Refuses to run where another distribution owns the same files.
+"""Refuses to run if another distribution owns the same files.
 
 Upstream's distribution `byteps`, and wheels of this project before 1.0, have a package `byteps`
 too. The one that was installed last has overwritten files of the other. Importing this module

@@ -29,7 +29,7 @@ PARTS = ("RDMA",)
 
 
 def run(*command: str | Path) -> str:
-    """The command's output; the test fails with it when the command does."""
+    """Returns the command's output. If the command fails, the test fails with that output."""
     done = subprocess.run(
         [str(part) for part in command],
         stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def test_builds_without_and_with_what_is_optional(tmp_path: Path) -> None:
     output = configure(tmp_path, *on)
     assert "RDMA: compiled in" in output
     build(tmp_path)
-    # RDMA and CUDA are found when they are asked for, never before.
+    # The libraries of RDMA and CUDA are loaded when they are needed, never before.
     module = tmp_path / "c_lib.abi3.so"
     for built in (tmp_path / "byteps-server", module):
         libraries = run("ldd", built)
@@ -103,7 +103,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def driver(folder: Path, *options: str) -> Path:
-    """The folder, with a libcuda.so.1 in it."""
+    """Compiles a libcuda.so.1 into the folder; returns the folder."""
     out = folder / "libcuda.so.1"
     options = ("-DFAKE_DRIVER", *options)
     compiled("-fPIC", "-shared", *options, PROGRAMS / "device_program.cc", "-o", out)
@@ -138,7 +138,7 @@ def test_a_driver_without_a_gpu(program: Path, tmp_path: Path) -> None:
 
 
 def test_no_driver(program: Path, tmp_path: Path) -> None:
-    # Not a library: what a machine with a real driver has is hidden by it.
+    # This file is no library. It hides a real driver of this machine.
     (tmp_path / "libcuda.so.1").write_text("none")
     done = run_program(program, tmp_path)
     assert done.returncode == 1
@@ -159,7 +159,7 @@ MISTAKES = (
     r"writing variable 'shared_' requires holding mutex 'shared_mu_' exclusively",
     r"calling function 'Wait.*' requires holding mutex 'mu_'",
 )
-"""In their order in SNIPPET."""
+"""Patterns of clang's warnings, in the order in which SNIPPET causes them."""
 UNSEEN = re.compile(
     r"std::(mutex|shared_mutex|recursive_mutex|condition_variable|lock_guard|unique_lock|"
     r"shared_lock|scoped_lock)\b"
@@ -203,7 +203,7 @@ def test_all_builds_by_clang_are_checked() -> None:
 
 
 def test_no_lock_goes_unseen() -> None:
-    """clang cannot check locks of the standard library: ours are used everywhere."""
+    """Our own locks are used everywhere, since clang cannot check locks of the standard library."""
     sources = [path for path in (ROOT / "byteps").rglob("*") if path.suffix in (".h", ".cc")]
     assert HEADER in sources
     found = [
@@ -228,7 +228,7 @@ PARTITION = 4096
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """byteps-server out of the archive that is shipped."""
+    """The byteps-server of the shipped archive."""
     folder = tmp_path_factory.mktemp("arm64")
     done = captured(
         [ROOT / "scripts/wheel.sh", "--server-only", "--arch", "aarch64", "--out", folder], 1500
@@ -292,7 +292,7 @@ def test_what_it_chooses(server: Path, cpu: str) -> None:
     ).stdout
     lines = dict(line.split(": ", 1) for line in said.splitlines())
     assert lines["additions"] == "armv8-a"
-    # Compiled in, and there is no arm64 libibverbs here to be loaded.
+    # RDMA is compiled in, but this machine has no arm64 libibverbs to load.
     assert lines["rdma"].startswith("no: ") and "libibverbs.so.1" in lines["rdma"]
 
 
@@ -307,6 +307,6 @@ def test_right_sums_in_every_dtype(cluster: ArmCluster) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_blocks_of_few_bits_are_those_of_x86(cluster: ArmCluster) -> None:
-    """The workers are this machine's, and compare with a reference to the bit."""
+    """The workers run on this machine's CPU, and compare sums with a reference to the bit."""
     cluster.set_env({"BYTEPS_DETERMINISTIC": "1", "BYTEPS_PARTITION_BYTES": "270336"})
     cluster.run("few_bits:sums", timeout_s=600)

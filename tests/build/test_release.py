@@ -29,7 +29,7 @@ RELEASE = Release(version="1.2", commit="c" * 40, epoch=1_000_000_000)
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A folder with files of the names that a release's have."""
+    """A folder with files that are named like a release's."""
     folder = tmp_path / "files"
     folder.mkdir()
     for name in (
@@ -45,7 +45,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def _write(folder: Path, out: Path, sodium: str = "libsodium 1.0.18-1+deb12u1 debian-12\n") -> str:
-    """Runs the writer; what it printed as error."""
+    """Runs the writer of the bill; returns the text of its error."""
     (out.parent / "versions").write_text(sodium)
     command: list[str | Path] = [ship_tools() / "python", "-m", "scripts.releasekit.sbom"]
     command += ["--release", json.dumps(asdict(RELEASE)), "--sodium", out.parent, "--out", out]
@@ -93,7 +93,7 @@ def test_a_bill_leaves_nothing_out(files: Path, tmp_path: Path) -> None:
 
 
 def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:
-    """Makes a release in a new clone, with this checkout's environments; its checksums."""
+    """Makes a release in a new clone, with this checkout's environments; returns its checksums."""
     subprocess.run(["git", "clone", "--quiet", ROOT, root], check=True)
     (root / "build").mkdir()
     for name in ("venv", "venv-ship"):
@@ -116,7 +116,8 @@ def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
-    """One commit, compiled in two places: the same bytes. Patches apply from its archive."""
+    """One commit, compiled in two places, gives the same bytes. The patches of the archive
+    apply."""
     ship_tools()
     first = _released(tmp_path / "one", tmp_path / "cache")
     again = _released(tmp_path / "another-place", tmp_path / "other", CCACHE_DISABLE="1")
@@ -129,7 +130,7 @@ def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
     subprocess.run([unpacked / "scripts/apply_patches.sh"], check=True, timeout=600)
 
 
-# The locks hold what the extras ask for.
+# The locks have the packages that the extras require.
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

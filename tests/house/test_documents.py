@@ -46,7 +46,7 @@ def test_diagram_is_current(source: Path) -> None:
 
 
 def test_figure_is_measured() -> None:
-    """All numbers between the marks are in the same paragraph of the results."""
+    """One paragraph of the results has all numbers that are between the marks."""
     marked = re.findall(r"<!-- figure -->(.*?)<!-- end\s+of figure -->", README, re.S)
     assert marked
     for figure in marked:

@@ -346,7 +346,7 @@ def alerts() -> list[str]:
 
 
 def test_alerts_fire_when_they_should() -> None:
-    """promtool evaluates them over made-up series: deploy/prometheus/alerts_test.yaml."""
+    """promtool evaluates the alerts over made-up series: deploy/prometheus/alerts_test.yaml."""
     promtool = captured([ROOT / "scripts/tools.sh", "promtool"], 300).stdout.strip()
     assert promtool, "there is no promtool"
     done = captured(

@@ -81,8 +81,8 @@ def test_make_lists_its_targets() -> None:
 
 
 def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
-    """Concurrent setups in any order: no process sees an incomplete folder, or none after there was
-    one."""
+    """Setups run concurrently, in any order. No process sees an incomplete folder, or finds none
+    after there was one."""
     makers = """
         source scripts/lib/system.sh
         for i in $(seq 20); do
@@ -158,11 +158,11 @@ def test_lock_holds_what_its_group_names(group: str) -> None:
     assert shown.returncode == 0, shown.stderr
     pins = re.findall(r"^([a-z0-9-]+)==([^ ]+)", shown.stdout, re.MULTILINE)
     versions = dict(pins)
-    # Each name once, in whatever lock.
+    # Each name occurs once, in whatever lock.
     assert len(versions) == len(pins)
     for requirement in _named(group):
         assert versions[requirement.name] in requirement.specifier
-    # The patched tree replaces it.
+    # The patched tree replaces megatron-core.
     assert "megatron-core" not in versions
 
 

@@ -97,7 +97,7 @@ def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path) -> None:
 
 
 def _demand_metrics(said: str, writer: str) -> None:
-    """Each iteration's values came to a writer, next to Megatron's own."""
+    """Check that a writer got each iteration's values, next to Megatron's own."""
     found = re.findall(rf"^{writer} (\d+) byteps/(\w+) (\S+)$", said, re.M)
     values = {(int(step), name): float(value) for step, name, value in found}
     sent = {values[step, "sent_bytes_per_step"] for step in (1, 2, 3)}

@@ -84,7 +84,8 @@ def test_one_dies_and_the_others_go_on(make_replicas: Callable[..., Replicas], p
 
 
 def test_one_leaves_between_two_steps(make_replicas: Callable[..., Replicas]) -> None:
-    """All its pushes count, and the others know before they go on that it leaves."""
+    """All pushes of the leaving replica count, and the others learn that it leaves before they
+    continue."""
     job = make_replicas(3)
     leaving = job.start(1, steps=12, leaves=6)
     others = [job.start(number, steps=12) for number in (0, 2)]

@@ -152,7 +152,7 @@ class SlurmCluster:
 
 
 def _find(program: str) -> str:
-    """Debian's daemons are outside most users' PATH."""
+    """Find a program. Debian's daemons are outside most users' PATH."""
     found = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
     assert found is not None, f"{program} is not installed"
     return found

@@ -127,7 +127,7 @@ REFUSED = {
     "--use-torch-fsdp2": "FSDP2, which sums gradients by itself",
     "--use-transformer-engine-op-fuser": "Transformer Engine's layers",
 }
-"""Flags that a CPU cannot serve and that the test is about: the thing each needs."""
+"""Need of each flag that a CPU cannot serve and that is the subject of the test."""
 
 UNCUT = tuple(
     f"--{kind}-parallel-size"
