@@ -1,4 +1,4 @@
-"""Hugging Face models in Megatron's training loop: load, train all of it or adapters, write back.
+"""Loads Hugging Face models, trains all weights or adapters in Megatron's loop, and writes them.
 
 Built on Megatron-Bridge, which maps and shards the weights of each family of models.
 ``pretrain_dpu_gpt.py`` calls this package with ``--hf-model``:

@@ -160,7 +160,7 @@ class HuggingFaceModel:
         """
         if self._provider.rope_scaling:
             config.rope_scaling_factor = self._provider.rope_scaling_factor
-        # Megatron-Bridge reads it from here.
+        # Megatron-Bridge reads this setting from `transformer`.
         config.transformer.share_embeddings_and_output_weights = (
             config.share_embeddings_and_output_weights
         )

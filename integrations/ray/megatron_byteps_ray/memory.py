@@ -451,8 +451,8 @@ def _fill(common: dict[str, Any], shards: dict[Any, Any], wanted: dict[str, Any]
 
 
 def _all_of_it(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's loading so that it loads everything: flags for the job's first start do not
-    apply."""
+    """Wrap Megatron's loading so that it loads everything, and ignores flags that are meant only
+    for the job's first start."""
 
     @functools.wraps(load_checkpoint)
     def load(*args: Any, **kwargs: Any) -> Any:

@@ -68,8 +68,8 @@ def keep_metrics(overrides: Sequence[str]) -> None:
 
 
 def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
-    """Run until it succeeds, or has failed more than `restarts` times at the same checkpoint, which
-    `checkpoint` returns. Returns the last exit status."""
+    """Call `run` until it succeeds, or has failed more than `restarts` times at the same
+    checkpoint, which `checkpoint` returns. Returns the last exit status."""
     failures, last = 0, checkpoint()
     while status := run():
         now = checkpoint()

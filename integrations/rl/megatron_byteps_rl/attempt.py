@@ -1,4 +1,4 @@
-"""Runs ``python -m verl.trainer.main_ppo``, and ends it when an actor of it dies."""
+"""Runs ``python -m verl.trainer.main_ppo``, and ends the run when one of its actors dies."""
 
 from __future__ import annotations
 
