@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bench.frameworks import run as frameworks_run
-from bench.quality import run as quality_run
 from bench.reducer import run as reducer_bench
 from bench.replicas import failures, run
 from scripts.trainkit.job import Record, Step
@@ -85,28 +84,6 @@ def test_a_long_pause_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert row.split() == ["server", "1", "20", "0.40", "0.60"]
     assert failures.main(["--from-json", str(file), "--most-pause", "0.3"]) == 1
     assert "a step took 0.40 s longer, which is more than 0.3 s" in capsys.readouterr().out
-
-
-# Comparison of runs with different wire dtypes.
-
-
-def losses(apart: list[float]) -> dict[str, list[list[float]]]:
-    """Make losses of bf16, and of int8 with these differences by seed."""
-    base = [[2.0 + seed + 1 / (step + 1) for step in range(150)] for seed in range(len(apart))]
-    other = [[value * (1 + by) for value in one] for one, by in zip(base, apart, strict=True)]
-    return {"bf16": base, "int8": other}
-
-
-def test_a_difference_above_its_limit_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, picture = tmp_path / "result.json", tmp_path / "curves.png"
-    file.write_text(json.dumps({"schema": 1, "meta": {}, "losses": losses([0.01, 0.01])}))
-    shown = ["--from-json", str(file), "--plot", str(picture)]
-    assert quality_run.main([*shown, "--at-most", "int8=0.02"]) == 0
-    assert picture.stat().st_size > 0
-    assert quality_run.main([*shown, "--at-most", "int8=0.002"]) == 1
-    assert "int8: the loss is +1.000% above bf16's, more than 0.20%" in capsys.readouterr().out
 
 
 # bench/frameworks: the figures of made-up launches, and both commands from end to end.
