@@ -8,7 +8,6 @@ the code. The program runs until its stdin closes, then prints its counts as JSO
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import hmac
 import ipaddress
@@ -187,17 +186,11 @@ def job_of(address: tuple[str, int]) -> int:
 # Thousands of unauthenticated peers: they repeatedly connect to a port and prove nothing.
 
 
-#!/usr/bin/env python3
-
-
 TICK_S = 0.01
-BYTE_S = 0.1
-"""Interval between two bytes of a slow peer."""
-KINDS = ("silent", "slow", "talking", "endless")
-"""Sends nothing; sends its hello byte by byte; sends hello and no proof; sends junk endlessly."""
+KINDS = ("silent", "talking")
+"""Sends nothing; sends hello and no proof."""
 TIMEOUT_S = 60
 FILES_OF_ITS_OWN = 64
-JUNK = b"\xff" * 65536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +201,6 @@ class Plan:
     """Number of initial connections; later ones follow at `rate`."""
     rate: float = 1000.0
     """Connections per second."""
-    count: int = 0
-    """Total number of connections; 0: until stopped."""
     sources: int = 0
     """Number of unused addresses in 127.0.0.0/8 to connect from; 0: the default address."""
     most: int = 12_000
@@ -235,7 +226,7 @@ class Flood:
         return self
 
     def wait_ready(self) -> None:
-        """Wait until the burst, or all connections of a finite plan, are connected."""
+        """Wait until the burst is connected."""
         assert self._process is not None and self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", self._log.read_text()
 
@@ -257,7 +248,7 @@ class Flood:
                 pipe.close()
 
 
-_NUMBERS = ("burst", "rate", "count", "sources", "most")
+_NUMBERS = ("burst", "rate", "sources", "most")
 
 
 class _Flooder:
@@ -265,8 +256,6 @@ class _Flooder:
         self._plan = plan
         self._epoll = select.epoll()
         self._open: dict[int, socket.socket] = {}
-        # Times for slow peers, and for endless peers with free buffer space.
-        self._say_next: collections.deque[tuple[float, int, int]] = collections.deque()
         self._sources = _sources(plan.sources)
         self.done = {"opened": 0, "closed": 0, "connect": 0}
         self._ready = False
@@ -276,7 +265,6 @@ class _Flooder:
     def run(self) -> None:
         self._epoll.register(sys.stdin.fileno(), select.EPOLLIN | select.EPOLLHUP)
         while self._serve(TICK_S):
-            self._say_what_is_due()
             for _ in range(self._due()):
                 self._connect()
             if not self._ready and self._is_ready():
@@ -288,12 +276,10 @@ class _Flooder:
         plan = self._plan
         since = time.monotonic() - self._began
         due = plan.burst + int(since * plan.rate) - self.done["opened"]
-        if plan.count:
-            due = min(due, plan.count - self.done["opened"])
         return max(0, min(due, 500, plan.most - len(self._open)))
 
     def _is_ready(self) -> bool:
-        return self.done["opened"] >= max(self._plan.burst, self._plan.count, 1)
+        return self.done["opened"] >= max(self._plan.burst, 1)
 
     def _connect(self) -> None:
         self.done["opened"] += 1
@@ -311,23 +297,9 @@ class _Flooder:
             return
         self._open[one.fileno()] = one
         events = select.EPOLLIN | select.EPOLLRDHUP
-        if self._plan.kind in ("talking", "endless"):
+        if self._plan.kind == "talking":
             events |= select.EPOLLOUT
         self._epoll.register(one, events)
-        if self._plan.kind == "slow":
-            self._say_next.append((time.monotonic() + BYTE_S, one.fileno(), 0))
-
-    def _say_what_is_due(self) -> None:
-        now = time.monotonic()
-        while self._say_next and self._say_next[0][0] <= now:
-            _, number, said = self._say_next.popleft()
-            one = self._open.get(number)
-            if one is None:
-                continue
-            with contextlib.suppress(OSError):
-                one.send(self._hello[said : said + 1])
-                if said + 1 < len(self._hello) - 1:
-                    self._say_next.append((now + BYTE_S, number, said + 1))
 
     def _serve(self, wait_s: float) -> bool:
         """Handle events; return False after the signal to stop."""
@@ -340,20 +312,12 @@ class _Flooder:
                     raise ConnectionResetError
                 if events & (select.EPOLLERR | select.EPOLLHUP):
                     raise ConnectionResetError
-                if events & select.EPOLLOUT and self._plan.kind == "endless":
-                    one.send(JUNK)
-                elif events & select.EPOLLOUT:
+                if events & select.EPOLLOUT:
                     one.send(self._hello)
                     self._epoll.modify(number, select.EPOLLIN | select.EPOLLRDHUP)
             except BlockingIOError:
                 continue
             except OSError:
-                # An endless peer sends as long as it is allowed to.
-                if self._plan.kind == "endless" and not events & select.EPOLLERR:
-                    with contextlib.suppress(OSError):
-                        one.send(JUNK)
-                        self._epoll.modify(number, select.EPOLLOUT)
-                        continue
                 self.done["closed"] += 1
                 self._epoll.unregister(number)
                 self._open.pop(number).close()

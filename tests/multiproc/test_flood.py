@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,11 +52,8 @@ def flooded(process: Process, plan: Plan, folder: Path) -> Iterator[Flood]:
     assert len(said) <= MOST_LINES, "".join(said)
 
 
-def plan_for(port: int, kind: str, sources: int, burst: int, count: int = 0) -> Plan:
-    if kind == "endless":  # It uses bandwidth, not places.
-        return Plan(address=(LOOPBACK, port), kind=kind, burst=20, rate=50, sources=sources)
-    address = (LOOPBACK, port)
-    return Plan(address=address, kind=kind, burst=burst, sources=sources, count=count)
+def plan_for(port: int, kind: str, sources: int) -> Plan:
+    return Plan(address=(LOOPBACK, port), kind=kind, burst=BURST, sources=sources)
 
 
 def break_links(cluster: Cluster) -> None:
@@ -67,11 +64,15 @@ def break_links(cluster: Cluster) -> None:
             one.reset()
 
 
-def run_amid_floods(cluster: Cluster, kind: str, sources: int, burst: int, count: int = 0) -> None:
-    """Run a whole job, whose connections break, while first the scheduler and then the server is
-    flooded."""
+@pytest.mark.parametrize(
+    ("kind", "sources"), [pytest.param("silent", 0, marks=pytest.mark.thorough), ("talking", 50)]
+)
+def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sources: int) -> None:
+    """A whole job, whose connections break, while first the scheduler and then the server is
+    flooded: from the nodes' own address, and from others."""
+    cluster = make_cluster(workers=2, servers=1)
     scheduler = cluster.start_scheduler()
-    with flooded(scheduler, plan_for(cluster.port, kind, sources, burst, count), cluster.folder):
+    with flooded(scheduler, plan_for(cluster.port, kind, sources), cluster.folder):
         cluster.start_server()
         for rank in range(2):
             cluster.start_worker(rank, "failures:checked", most=60_000)
@@ -79,37 +80,13 @@ def run_amid_floods(cluster: Cluster, kind: str, sources: int, burst: int, count
         break_links(cluster)
         wait_for_rounds(cluster, 3)
     server = cluster.servers[0]
-    plan = plan_for(server_port(cluster, 0), kind, sources, burst, count)
+    plan = plan_for(server_port(cluster, 0), kind, sources)
     with flooded(server, plan, cluster.folder):
         break_links(cluster)
         wait_for_rounds(cluster, 3)
         break_links(cluster)
         wait_for_rounds(cluster, 3)
     assert rounds_of(cluster) >= 3
-    cluster.go("end")
-    cluster.finish()
-
-
-@pytest.mark.parametrize(("kind", "sources"), [("silent", 0), ("talking", 50)])
-def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sources: int) -> None:
-    """The flood comes from the nodes' own address, or from other addresses."""
-    run_amid_floods(make_cluster(workers=2, servers=1), kind, sources, BURST)
-
-
-@pytest.mark.thorough
-def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
-    """All connections of a flooded scheduler break, again and again."""
-    cluster = make_cluster(workers=2, servers=2)
-    cluster.start("failures:checked", most=60_000)
-    cluster.wait_mark("looping", range(2))
-    with flooded(cluster.scheduler, plan_for(cluster.port, "silent", 0, 8000), cluster.folder):
-        for _ in range(10):
-            nodes: list[Process] = [*cluster.servers, *cluster.workers.values()]
-            for node in nodes:
-                for one in between(node.pid, cluster.port):
-                    with suppress(OSError):  # The connection has just been replaced.
-                        one.reset()
-            wait_for_rounds(cluster, 2)
     cluster.go("end")
     cluster.finish()
 

@@ -19,11 +19,13 @@ IDLE_LIMIT = 0.10  # Fraction of a core; upstream's polling loops use whole core
 
 
 def test_suspend_and_resume(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=2, servers=2, env={"BYTEPS_PARTITION_BYTES": "4096"})
+    """A worker that is suspended for longer than the peer timeout does not count as lost."""
+    env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_PEER_TIMEOUT_S": "1"}
+    cluster = make_cluster(workers=2, servers=2, env=env)
     cluster.start("lifecycle:suspend_resume", servers=2)
     for time_away in range(2):
         cluster.wait_mark(f"away{time_away}", range(2))
-        time.sleep(0.5)  # Nothing to wait for: the nodes must still run later.
+        time.sleep(2.5)  # Nothing to wait for: the nodes must still run later.
         assert all(process.running for process in cluster.everyone())
         cluster.go(f"back{time_away}")
     cluster.finish()
@@ -32,18 +34,6 @@ def test_suspend_and_resume(make_cluster: Callable[..., Cluster]) -> None:
 def test_a_forked_child_leaves_the_job_alone(make_cluster: Callable[..., Cluster]) -> None:
     """A data loader's child, for example, runs the parent's exit handlers."""
     make_cluster(workers=2, servers=1).run("lifecycle:fork_and_exit")
-
-
-def test_suspended_for_longer_than_the_peer_timeout(make_cluster: Callable[..., Cluster]) -> None:
-    """A suspended worker does not count as lost."""
-    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "1"})
-    cluster.start("lifecycle:suspend_resume", servers=1)
-    cluster.wait_mark("away0", range(2))
-    time.sleep(2.5)
-    assert all(process.running for process in cluster.everyone())
-    cluster.go("back0")
-    cluster.go("back1")
-    cluster.finish()
 
 
 def test_two_jobs_at_once(make_cluster: Callable[..., Cluster]) -> None:
@@ -55,9 +45,8 @@ def test_two_jobs_at_once(make_cluster: Callable[..., Cluster]) -> None:
         job.finish()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_init_and_shutdown(make_cluster: Callable[..., Cluster], workers: int) -> None:
-    make_cluster(workers=workers).run("lifecycle:many_lives")
+def test_init_and_shutdown(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2).run("lifecycle:many_lives")
 
 
 def test_without_shutdown(make_cluster: Callable[..., Cluster]) -> None:
@@ -169,17 +158,6 @@ def test_contradictions(make_cluster: Callable[..., Cluster]) -> None:
 def test_init_after_a_refused_init(make_cluster: Callable[..., Cluster]) -> None:
     """An invalid value, then a valid one, in the same process."""
     make_cluster(workers=1).run("lifecycle:second_try")
-
-
-def test_unknown_variable_is_warned_about(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=1)
-    cluster.start_nodes()
-    cluster.start_worker(0, "failures:init_only", env={"BYTEPS_PUSH_THREADS": "2"})
-    cluster.finish()
-    lines = cluster.workers["worker 0"].text.splitlines()
-    said = [line for line in lines if "BYTEPS_PUSH_THREADS" in line]
-    assert len(said) == 1
-    assert said[0].rstrip("?. ").endswith("BYTEPS_PUSH_THREAD")
 
 
 # Processes forked from a worker neither disturb its job nor hide its end.

@@ -20,6 +20,7 @@ from tests.multiproc.cluster import (
     REPOSITORY,
     SECRET,
     Cluster,
+    Nursery,
     server_executable,
     wait_all,
     wait_for_file,
@@ -30,7 +31,6 @@ from tests.multiproc.flood import (
     CHALLENGE_BYTES,
     JOB_FAILED,
     MAGIC,
-    SCHEDULER,
     VERSION,
     Hello,
     answer_to,
@@ -48,15 +48,17 @@ WORKER_0 = 9
 """Node id of worker 0."""
 
 
-@pytest.fixture
-def steady(make_cluster: Callable[..., Cluster]) -> Iterator[Cluster]:
-    """A job of two workers and a server, which must be right to its end."""
-    cluster = make_cluster(workers=2, servers=1)
-    cluster.start("failures:steady")
-    cluster.wait_mark("looping", range(2))
-    yield cluster
-    cluster.go("end")
-    cluster.finish()
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Cluster]:
+    """A job of two workers and a server, which must be right after all of these tests."""
+    with Cluster(tmp_path_factory.mktemp("steady"), nursery, workers=2, servers=1) as cluster:
+        cluster.start("failures:steady")
+        cluster.wait_mark("looping", range(2))
+        yield cluster
+        cluster.go("end")
+        cluster.finish()
+        for process in cluster.everyone():
+            assert "the invariant '" not in process.text, process.text
 
 
 def nodes_of(cluster: Cluster) -> dict[str, tuple[str, int]]:
@@ -87,17 +89,10 @@ def test_another_version_is_named(steady: Cluster) -> None:
         assert "install the same byteps" in text
 
 
-@pytest.mark.parametrize(
-    ("hello", "reason"),
-    [
-        (Hello(job=0, node_id=WORKER_0), "another job"),
-        (Hello(job=12345, node_id=WORKER_0), "another job"),
-    ],
-    ids=["no-job", "another-job"],
-)
-def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason: str) -> None:
+def test_a_server_takes_its_own_job_alone(steady: Cluster) -> None:
+    hello = Hello(job=12345, node_id=WORKER_0)
     with greeted(nodes_of(steady)["server"], hello, SECRET) as (_, said):
-        assert reason in said
+        assert "another job" in said
 
 
 def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
@@ -114,19 +109,14 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     ("change", "reason"),
     [
         ({}, "another process is connected"),
-        ({"receiver": 99}, "not here any more"),
         ({"rank": 1}, "rank"),
-        ({"role": SCHEDULER}, "role"),
-        ({"node_id": 10}, "no worker"),
-        ({"node_id": 2**31 - 3, "rank": 2**30}, "rank|no worker"),
         ({"resumes": True, "sender": 5, "node_id": 13, "rank": 2}, "given the connection up"),
-        ({"index": 60000}, "does not parse"),
-        ({"sender": 0}, "does not parse"),
     ],
-    ids=["route", "receiver", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
+    ids=["route", "rank", "resumes"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
-    """Even a peer with the secret is refused: the worker is connected, and stays so."""
+    """Not even with the secret: the worker is connected, and stays so. peer_table_test.cc has the
+    other reasons."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with greeted(nodes["server"], hello, SECRET) as (_, said):

@@ -128,7 +128,7 @@ def steady(job: Job) -> None:
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="first")
     job.mark("looping")
-    job.wait_go("end")
+    job.wait_go("end", 600.0)
     with job.check("still right"):
         total = bps.push_pull(torch.ones(10), average=False, name="last")
         assert (total == job.size).all()
