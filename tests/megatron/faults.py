@@ -1,5 +1,5 @@
-"""Faults of a reducer, each a function that breaks BytePS in this process; and kills of a rank or a
-server within a step."""
+"""Faults and unusual orders, each a function that changes BytePS or Megatron in this process; and
+kills of a rank or a server within a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
@@ -115,26 +114,6 @@ def kill_servers(folder: Path, victims: Sequence[int]) -> None:
         setattr(ServerTensor, name, killing(push, lambda self, *args: id(self)))
 
 
-def tell_all_to_end(nodes: Sequence[int]) -> None:
-    """Send SIGTERM to the ranks and these processes at the same time, within the third step, like
-    Slurm's time limit. Processes started by a rank get it with the rank."""
-    from megatron.training import training
-
-    get, passes = training.get_forward_backward_func, 0
-
-    def telling(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        if passes == 3:
-            dist.barrier()
-            for node in nodes if dist.get_rank() == 0 else ():
-                os.kill(node, signal.SIGTERM)
-            os.killpg(0, signal.SIGTERM)
-        return get()(*args, **kwargs)
-
-    training.get_forward_backward_func = lambda *args, **kwargs: telling
-
-
 def _await(file: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not file.exists():
@@ -168,70 +147,7 @@ def _kill(victim: str) -> None:
     raise AssertionError("this job has no server")
 
 
-# Faults of a reducer; each function breaks BytePS in this process.
-
-
-Change = Callable[[str, torch.Tensor], object]
-
-
-def _change_results(change: Change) -> None:
-    """Call ``change`` with the name and the tensor of each sum that has arrived."""
-    import byteps.torch as bps
-
-    push_pull, synchronize = bps.push_pull_async_inplace, bps.synchronize
-    names: dict[int, str] = {}
-
-    def named(*args: Any, **kwargs: Any) -> Any:
-        handle = push_pull(*args, **kwargs)
-        names[handle] = kwargs["name"]
-        return handle
-
-    def changed(handle: int) -> torch.Tensor:
-        result = synchronize(handle)
-        change(names.pop(handle), result)
-        return result
-
-    bps.push_pull_async_inplace, bps.synchronize = named, changed
-
-
-def divisor() -> None:
-    """Average over all ranks of the job instead of the group's."""
-    from megatron.core import mpu
-
-    def change(name: str, result: torch.Tensor) -> None:
-        result.mul_(mpu.get_data_parallel_world_size() / dist.get_world_size())
-
-    _change_results(change)
-
-
-def stale() -> None:
-    """Return the sum of the step before, like a buffer that is reused too early."""
-    before: dict[str, torch.Tensor] = {}
-
-    def change(name: str, result: torch.Tensor) -> None:
-        now = result.clone()
-        if name in before:
-            result.copy_(before[name])
-        before[name] = now
-
-    _change_results(change)
-
-
-def swapped_buckets() -> None:
-    """Exchange the results of two buckets, up to the smaller length."""
-    from megatron.core.distributed import DistributedDataParallel
-
-    finish = DistributedDataParallel.finish_grad_sync
-
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        finish(self, *args, **kwargs)
-        one, other = (bucket.grad_data for bucket in self.buffers[0].buckets[:2])
-        size = min(one.numel(), other.numel())
-        first = one[:size].clone()
-        one[:size] = other[:size]
-        other[:size] = first
-
-    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+# Faults and unusual orders; each function changes BytePS or Megatron in this process.
 
 
 def undecayed() -> None:
@@ -247,36 +163,17 @@ def undecayed() -> None:
     StepMachine.next_step = without
 
 
-def one_rank() -> None:
-    """One rank's parameters are slightly wrong."""
-    from byteps.torch.server_bucket import ServerBucket
-
-    take = ServerBucket.take_parameters
-
-    def off(self: ServerBucket) -> None:
-        take(self)
-        if dist.get_rank() == 1:
-            self.places[0][1].data.view(-1)[0] *= 1.0 + 2.0**-6
-
-    ServerBucket.take_parameters = off
-
-
-def pushed_too_early() -> None:
-    """Gradients to which other stages add are sent before they do."""
-    from megatron.core.distributed.dpu_reduce.summed_later import SummedLater
-
-    SummedLater.__call__ = lambda self, parameter, name: False
-
-
 def checked() -> None:
     """Not broken: gradients that were sent early are checked again in the step."""
     os.environ["BYTEPS_CHECK_GRADIENTS"] = "1"
 
 
 def pushed_too_early_checked() -> None:
-    """Early gradients again, but the check notices it."""
+    """Gradients to which other stages add are sent before they do; the check notices it."""
     checked()
-    pushed_too_early()
+    from megatron.core.distributed.dpu_reduce.summed_later import SummedLater
+
+    SummedLater.__call__ = lambda self, parameter, name: False
 
 
 def summed_once_more_checked() -> None:
@@ -385,31 +282,10 @@ def come_late(rank: int) -> None:
     server_buckets.start_update = late(server_buckets.start_update)
 
 
-def copies_counted() -> None:
-    """The norm counts copies of a parameter on tensor-parallel ranks several times."""
-    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
-
-    ServerOptimizer._counts = lambda self, parameter: True
-
-
-def one_norm() -> None:
-    """Gradients that have a norm of their own are clipped with the others."""
-    from megatron.core.distributed.dpu_reduce import server_optimizer
-
-    server_optimizer.norm_group_of = lambda bucket: None
-
-
 BREAKS: dict[str, Callable[[], None]] = {
-    "divisor": divisor,
-    "stale": stale,
-    "swapped-buckets": swapped_buckets,
-    "undecayed": undecayed,
-    "one-rank": one_rank,
     **{f"late-{rank}": functools.partial(come_late, rank) for rank in range(3)},
-    "copies-counted": copies_counted,
-    "one-norm": one_norm,
+    "undecayed": undecayed,
     "checked": checked,
-    "pushed-too-early": pushed_too_early,
     "pushed-too-early-checked": pushed_too_early_checked,
     "summed-once-more-checked": summed_once_more_checked,
     "pushed-twice": pushed_twice,

@@ -192,14 +192,6 @@ def train_without_servers(
     return run([*MODEL, *_through_servers(arguments)], broken=broken)
 
 
-def train_told_to_end(
-    folder: Path, arguments: Sequence[str], nodes: Sequence[int], environment: dict[str, str]
-) -> RankSeen:
-    """Train until all ranks and these nodes get SIGTERM."""
-    broken = functools.partial(faults.tell_all_to_end, nodes)
-    return run([*MODEL, *_through_servers(arguments)], broken=broken)
-
-
 # --------------------------------------------------------------------------- megatron.core alone
 
 

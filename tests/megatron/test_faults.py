@@ -194,42 +194,6 @@ def test_all_bits_are_those_of_a_run_that_lost_none(
     assert said.count("has taken the place of the server that was lost") == deaths, said
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "is_embedded"),
-    [
-        pytest.param(("--dpu-optimizer",), False, id="servers keep the optimizer"),
-        pytest.param((), False, id="ranks keep the optimizer", marks=pytest.mark.thorough),
-        pytest.param(("--dpu-optimizer",), True, id="embedded", marks=pytest.mark.thorough),
-    ],
-)
-def test_all_processes_of_a_job_are_told_to_end_at_once(
-    run_job: RunJob,
-    dataset: Dataset,
-    run_dir: Path,
-    make_nodes: Callable[[int, dict[str, str]], Cluster],
-    optimizer: tuple[str, ...],
-    is_embedded: bool,
-) -> None:
-    """A time limit of Slurm does this. The step ends, a checkpoint is saved, and then all end."""
-    folder = run_dir / "checkpoint"
-    save = ("--save", str(folder), "--save-interval", "100", "--exit-signal-handler")
-    arguments = [*data_arguments(dataset), "--use-dpu-reduce", *optimizer, *save]
-    where, pids, nodes = {"BYTEPS_EMBEDDED_SERVERS": "2"}, [], None
-    if not is_embedded:
-        nodes = make_nodes(2, SETTINGS)
-        where = {
-            name: value
-            for name, value in nodes.node_environment().items()
-            if name.startswith(("DMLC_", "BYTEPS_"))
-        }
-        pids = [nodes.scheduler.pid, *(server.pid for server in nodes.servers[:2])]
-    job = run_job("train_told_to_end", 2, arguments=arguments, nodes=pids, environment=where)
-    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3", job.logs()
-    if nodes is not None:
-        for node in (nodes.scheduler, *nodes.servers[:2]):
-            assert node.wait(RUN_S) == 143, node.text
-
-
 # A NaN gradient: found before it is summed, summed like any other, or skipped.
 
 
