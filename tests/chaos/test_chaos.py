@@ -18,14 +18,14 @@ from tests.chaos.soak_figures import FLAT_BYTES, Sample, replayed, trends
 
 BOUNDED = (1, 2, 3, 4, 5, 1023)
 """The last seed is kept and encrypted, and a worker is killed."""
-LASTING = (2014, 2031)
-"""Jobs that lose servers; the first has replicas, and one of them is killed."""
-RETURNING = (3001, 3002, 3006)
-"""Jobs whose scheduler dies, twice in most of them."""
-LOSING_BOTH = (5005,)
+LOSING_ALL = (5005,)
 """A job with replicas that loses servers and its scheduler."""
-COPYING = (4007,)
-"""A job that loses servers with optimizer state."""
+LASTING = {
+    "servers and replicas": (2014, 2031),
+    "the scheduler": (3001, 3002, 3006),
+    "servers with copies": (4007,),
+}
+"""Jobs by what they lose. tests/multiproc loses each of it alone."""
 MOST_JOBS_S = 240
 
 
@@ -53,40 +53,24 @@ def test_jobs_end_well_or_by_name(programs: Path, run_dir: Path) -> None:
 
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
-def test_jobs_go_on_without_servers_and_replicas(programs: Path, run_dir: Path) -> None:
-    results = _play_rightly(LASTING, programs, run_dir)
-    assert [result.script.replicas for result in results] == [True, False]
-    assert all(result.replaced > 0 for result in results)
-
-
-@pytest.mark.requires("root")
-@pytest.mark.timeout(MOST_JOBS_S)
-def test_jobs_go_on_with_another_scheduler(programs: Path, run_dir: Path) -> None:
-    results = _play_rightly(RETURNING, programs, run_dir)
-    assert all(
-        status == 0
-        for result in results
-        for node, status in result.ended.items()
-        if node != "scheduler"
-    )
-    again = [log.read_text() for log in run_dir.glob("seed-*/scheduler-again-*.log")]
-    assert any("goes on with the job of another one that died" in text for text in again)
-
-
-@pytest.mark.requires("root")
-@pytest.mark.timeout(MOST_JOBS_S)
-def test_jobs_go_on_without_servers_and_scheduler(programs: Path, run_dir: Path) -> None:
-    results = _play_rightly(LOSING_BOTH, programs, run_dir)
+def test_a_job_goes_on_without_servers_and_scheduler(programs: Path, run_dir: Path) -> None:
+    results = _play_rightly(LOSING_ALL, programs, run_dir)
     assert all(result.script.replicas for result in results)
     assert any(run_dir.glob("seed-*/scheduler-again-*.log"))
     assert any(run_dir.glob("seed-*/server-*-again-*.log"))
 
 
+@pytest.mark.thorough
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
-def test_jobs_go_on_from_copies(programs: Path, run_dir: Path) -> None:
-    results = _play_rightly(COPYING, programs, run_dir)
-    assert all(result.survived and result.replaced > 0 for result in results)
+@pytest.mark.parametrize("lost", LASTING)
+def test_jobs_go_on(programs: Path, run_dir: Path, lost: str) -> None:
+    results = _play_rightly(LASTING[lost], programs, run_dir)
+    if lost == "the scheduler":
+        again = [log.read_text() for log in run_dir.glob("seed-*/scheduler-again-*.log")]
+        assert any("goes on with the job of another one that died" in text for text in again)
+    else:
+        assert all(result.replaced > 0 for result in results)
 
 
 @pytest.mark.requires("root")

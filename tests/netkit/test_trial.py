@@ -39,11 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(2000, 1000))
+model = DistributedDataParallel(torch.nn.Linear(500, 1000))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
-    model(torch.ones(4, 2000)).square().mean().backward()
+    model(torch.ones(4, 500)).square().mean().backward()
     optimizer.step()
 """
 
