@@ -360,39 +360,6 @@ def test_every_sum_after_the_backward_pass_is_known(upstream: str, ours: str) ->
     assert steps(functions(upstream)) == STEPS.keys()
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        (
-            'getattr(param, "sequence_parallel", False)',
-            'getattr(param, "summed_over_experts", False)',
-            "the mark or name summed_over_experts",
-        ),
-        ('"q_layernorm" in name', '"v_layernorm" in name', "the mark or name v_layernorm"),
-        (
-            "    _allreduce_word_embedding_grads(model, config, embd_group, pp_group)\n",
-            "    _allreduce_bias_grads(model)\n",
-            "the step _allreduce_bias_grads",
-        ),
-        ("model_chunk.scale_gradients(scaling)", "model_chunk.share(1)", "the step share"),
-        ("config.sequence_parallel and", "config.split_norms and", "the mark or name split_norms"),
-    ],
-)
-def test_a_sum_that_is_new_is_named(
-    upstream: str, ours: str, before: str, after: str, said: str
-) -> None:
-    assert before in upstream
-    new = upstream.replace(before, after)
-    new += "\n\ndef _allreduce_bias_grads(model):\n    torch.distributed.all_reduce(model)\n"
-    assert said in unknown(new, ours)
-
-
-@pytest.mark.parametrize("forgotten", ["sequence_parallel", "k_layernorm", "pipeline_parallel"])
-def test_what_we_forget_is_named(upstream: str, ours: str, forgotten: str) -> None:
-    said = unknown(upstream, ours.replace(f'"{forgotten}"', '"nothing"'))
-    assert said == [f"the mark or name {forgotten}"]
-
-
 # The cost of a plan and a push grows with the number of ranks, not with its square.
 
 

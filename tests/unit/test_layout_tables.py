@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import job, ray_layouts, rl_layouts
+from tests.layouts import ray_layouts, rl_layouts
 from tests.layouts.functional.rows import CASES, QUICK
 from tests.layouts.gpt import layout, runs, updates
 from tests.layouts.table import Table
@@ -39,12 +39,3 @@ def test_rows_have_names_of_their_own() -> None:
     names = {case.name for case in CASES}
     assert len(names) == len(CASES) >= 40
     assert len(set(QUICK)) == 8 and names >= set(QUICK)
-
-
-def test_a_fork_server_of_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_started_for", None)
-    monkeypatch.setattr(job.forkserver, "ensure_running", lambda: None)
-    job.start_fork_server(["tests.layouts.warm"])
-    job.start_fork_server(["a.program"])
-    with pytest.raises(ValueError, match="is for cpu, not for cuda"):
-        job.start_fork_server(["tests.layouts.warm"], job.CUDA)
