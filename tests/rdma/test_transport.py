@@ -1,4 +1,7 @@
-"""Requirements of every transport, over TCP and over RDMA: sums, planes, losses, several NICs."""
+"""Requirements of a transport: sums, planes, losses, several NICs.
+
+Tests over TCP are in tests/multiproc; here are those over RDMA, and what no other test has.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ ROUNDS = 300
 """Rounds: enough that a leaked registration, file or tensor per round is far above the
 tolerance."""
 
-each = pytest.mark.transports("tcp", "rdma")
-each_variant = pytest.mark.transports("tcp", *VARIANTS)
+over_rdma = pytest.mark.transports("rdma")
+each_variant = pytest.mark.transports(*VARIANTS)
 
 Make = Callable[..., Cluster]
 
@@ -62,43 +65,43 @@ def test_many_in_flight(make_over: Make) -> None:
     make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("planes:many", count=150)
 
 
-@each
+@over_rdma
 def test_several_peers(make_over: Make) -> None:
     env = {"BYTEPS_PARTITION_BYTES": str(PAGE)}
     make_over(workers=4, servers=3, env={**env, **PATIENCE}).run("planes:many", count=60)
 
 
-@each
+@over_rdma
 def test_every_dtype_and_size(make_over: Make) -> None:
     env = {"BYTEPS_PARTITION_BYTES": str(PAGE)}
     cluster = make_over(workers=2, servers=2, env={**env, **PATIENCE})
     cluster.run("sums:every_dtype", partition_bytes=PAGE)
 
 
-@pytest.mark.transports("tcp", "rdma", "rdma-3-endpoints")
+@pytest.mark.transports("rdma", "rdma-3-endpoints")
 def test_large_tensors(make_over: Make) -> None:
     make_over(workers=2, servers=2, env=PATIENCE).run("sums:large")
 
 
-@each
+@over_rdma
 def test_wire_types(make_over: Make) -> None:
     env = {"BYTEPS_PARTITION_BYTES": str(PAGE)}
     make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("sums:wire")
 
 
-@each
+@over_rdma
 def test_few_bits(make_over: Make) -> None:
     """Sums match a reference that does not depend on the transport, to the bit."""
     env = {**PATIENCE, "BYTEPS_DETERMINISTIC": "1"}
     make_over(workers=3, servers=2, env=env).run("few_bits:sums")
 
 
-@each
+@over_rdma
 def test_groups(make_over: Make) -> None:
     make_over(workers=4, servers=2, env=PATIENCE).run("sums:disjoint")
 
 
-@each
+@over_rdma
 def test_leaving_and_coming_back(make_over: Make) -> None:
     make_over(workers=2, servers=1, env=PATIENCE).run("lifecycle:two_lives")
 
@@ -172,7 +175,7 @@ SHORT = {
     "BYTEPS_PARTITION_BYTES": "4096",
 }
 
-each_way = pytest.mark.transports("tcp", "rdma", "rdma-one-plane")
+each_way = pytest.mark.transports("rdma", "rdma-one-plane")
 signals = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 
 
@@ -203,7 +206,7 @@ def test_server(make_over: Make, number: signal.Signals) -> None:
         demand_failed(node, r"server [01]\b.*lost")
 
 
-@each
+@pytest.mark.transports("tcp", "rdma")
 def test_a_server_listens_where_it_is_told(make_over: Make, transport: Transport) -> None:
     port = free_ports(host=transport.host)
     cluster = start_looping(
