@@ -7,59 +7,24 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from scripts.children import captured
 from tests import native
-from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+from tests.multiproc.cluster import LOOPBACK, clean_environment, wait_all
+from tests.multiproc.sum_cluster import SumCluster
 
 LIMIT_S = 300.0
 
 
-class SmallCluster:
+class SmallCluster(SumCluster):
     """A scheduler and a server, which outlive the workers."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        self.folder = folder
-        self.programs = native.build("byteps-server", "sum_worker")
-        self.env = {
-            **clean_environment(folder),
-            "DMLC_PS_ROOT_URI": LOOPBACK,
-            "DMLC_PS_ROOT_PORT": "0",
-            "DMLC_NUM_SERVER": "1",
-            "BYTEPS_KEEP": "1",
-            **env,
-        }
-        self.processes: list[Spawned] = []
-        port_file = folder / "scheduler.port"
-        self._start("scheduler", "byteps-server", "--role", "scheduler", "--port-file", port_file)
-        port = wait_for_file(port_file, LIMIT_S, self.processes).split()[1]
-        self.env["DMLC_PS_ROOT_PORT"] = port
-        self.server = self._start("server", "byteps-server", "--role", "server")
-
-    def _start(self, title: str, program: str, *arguments: str | Path, **env: str) -> Spawned:
-        command = [str(self.programs / program), *map(str, arguments)]
-        process = Spawned(title, command, {**self.env, **env}, self.folder)
-        self.processes.append(process)
-        return process
-
-    def start_workers(self, count: int, *arguments: str, name: str = "worker") -> list[Spawned]:
-        size = str(count)
-        return [
-            self._start(
-                f"{name} {rank}",
-                "sum_worker",
-                *arguments,
-                RANK=str(rank),
-                WORLD_SIZE=size,
-                DMLC_NUM_WORKER=size,
-            )
-            for rank in range(count)
-        ]
+    def __init__(self, folder: Path, **env: str) -> None:
+        programs = native.build("byteps-server", "sum_worker")
+        super().__init__(folder, programs, {"BYTEPS_KEEP": "1", **env}, limit_s=LIMIT_S)
 
     def end_well(self, count: int) -> None:
         """End everything with a job of `count` workers."""
@@ -74,18 +39,6 @@ class SmallCluster:
         return int(kibibytes) * 1024
 
 
-@contextmanager
-def small_cluster(folder: Path, **env: str) -> Iterator[SmallCluster]:
-    made = SmallCluster(folder, env)
-    try:
-        yield made
-    finally:
-        for process in made.processes:
-            if process.running:
-                process.send(signal.SIGKILL)
-                process.wait(LIMIT_S)
-
-
 # Memory of servers, and their errors when memory is insufficient.
 
 
@@ -96,8 +49,8 @@ ONE_PARTITION = {f"BYTEPS_{name}_BYTES": str(LARGE) for name in ("PARTITION", "M
 
 
 def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
-    """Such values are refused by name, and the server never allocates memory for them."""
-    with small_cluster(run_dir, **ONE_PARTITION) as job:
+    """They are refused by name, and the server never allocates memory for them."""
+    with SmallCluster(run_dir, **ONE_PARTITION) as job:
         arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1", "--fail-in", "0"]
         workers = job.start_workers(1, *arguments)
         wait_all(workers, LIMIT_S)
@@ -108,7 +61,7 @@ def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
 
 def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
     """The operation fails, and the server serves the next job, which needs less."""
-    with small_cluster(run_dir, **ONE_PARTITION, MALLOC_ARENA_MAX="1") as job:
+    with SmallCluster(run_dir, **ONE_PARTITION, MALLOC_ARENA_MAX="1") as job:
         limit = job.memory("VmSize") + LARGE // 2
         resource.prlimit(job.server.pid, resource.RLIMIT_AS, (limit, limit))
         arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1"]
@@ -127,7 +80,7 @@ def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
 def test_a_failed_operation_leaves_no_memory_behind(run_dir: Path) -> None:
     """One rank's operation fails. All go on, and the server's memory does not grow."""
     rounds = 2000
-    with small_cluster(run_dir, BYTEPS_RECEIVE_POOL_BYTES=str(16 * MIB)) as job:
+    with SmallCluster(run_dir, BYTEPS_RECEIVE_POOL_BYTES=str(16 * MIB)) as job:
         arguments = ["--bytes", "400000", "--tensors", "2", "--rounds", str(rounds)]
         workers = job.start_workers(2, *arguments, "--fail-in", "5")
         wait_all(workers, LIMIT_S)
@@ -160,7 +113,7 @@ def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
         "BYTEPS_PEER_TIMEOUT_S": "60",
         "BYTEPS_LOG_LEVEL": "DEBUG",
     }
-    with small_cluster(run_dir, **settings) as job:
+    with SmallCluster(run_dir, **settings) as job:
         arguments = ["--bytes", "40000000", "--tensors", "3", "--rounds", "40"]
         workers = job.start_workers(2, *arguments)
         deadline = time.monotonic() + LIMIT_S
@@ -186,39 +139,20 @@ WORKERS = 2
 @pytest.mark.parametrize("breaker", [0, 1])
 def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> None:
     programs = native.build("byteps-server", "sum_worker")
-    port_file = run_dir / "port"
-    env = clean_environment(run_dir) | {
-        "DMLC_PS_ROOT_URI": LOOPBACK,
-        "DMLC_PS_ROOT_PORT": "0",
-        "DMLC_NUM_WORKER": str(WORKERS),
-        "DMLC_NUM_SERVER": "1",
-        # Heartbeats, which carry the report, are 0.5 s apart.
-        "BYTEPS_PEER_TIMEOUT_S": "3",
-    }
-    server = str(programs / "byteps-server")
-    processes: list[Spawned] = []
-    try:
-        scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
-        processes.append(Spawned("scheduler", scheduler, env, run_dir))
-        env["DMLC_PS_ROOT_PORT"] = wait_for_file(port_file, LIMIT_S, processes).split()[1]
-        processes.append(Spawned("server 0", [server, "--role", "server"], env, run_dir))
+    # Heartbeats, which carry the report, are 0.5 s apart.
+    env = {"DMLC_NUM_WORKER": str(WORKERS), "BYTEPS_PEER_TIMEOUT_S": "3"}
+    with SumCluster(run_dir, programs, env, limit_s=LIMIT_S) as job:
         for rank in range(WORKERS):
-            ranks = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
             # More rounds than the test will wait for.
-            command = [str(programs / "sum_worker"), "--rounds", "1000000", "--pause-ms", "10"]
-            if rank == breaker:
-                command.append("--break-invariant")
-            processes.append(Spawned(f"worker {rank}", command, {**env, **ranks}, run_dir))
-        wait_all(processes, LIMIT_S)
-        for process in processes:
+            words = ["--rounds", "1000000", "--pause-ms", "10"]
+            job.start_worker(
+                rank, WORKERS, *words, *(["--break-invariant"] if rank == breaker else [])
+            )
+        wait_all(job.processes, LIMIT_S)
+        for process in job.processes:
             assert process.wait(0) == 1, process.title
-            words = f"worker {breaker} ({LOOPBACK}) cannot go on: the invariant"
-            assert f"{words} 'nothing is broken on purpose' was broken" in process.text
-    finally:
-        for process in processes:
-            if process.running:
-                process.send(signal.SIGKILL)
-                process.wait(LIMIT_S)
+            said = f"worker {breaker} ({LOOPBACK}) cannot go on: the invariant"
+            assert f"{said} 'nothing is broken on purpose' was broken" in process.text
 
 
 # Settings that are incompatible with copies of state between servers.

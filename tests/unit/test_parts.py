@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from scripts import fuzz
 from scripts.children import captured
 from scripts.fuzz import TARGETS
 from tests import native
-from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+from tests.multiproc.sum_cluster import SumCluster
 
 BYTEPS = Path(__file__).resolve().parents[2] / "byteps"
 PROGRAM = re.compile(r"add_executable\(unit_test\s([^)]+)\)")
@@ -324,36 +323,16 @@ PATIENT = {
 )
 def test_a_whole_job(run_dir: Path, settings: dict[str, str]) -> None:
     programs = native.build("byteps-server", "sum_worker")
-    port_file = run_dir / "scheduler.port"
     env = {
-        **clean_environment(run_dir),
         **PATIENT,
-        "DMLC_PS_ROOT_URI": LOOPBACK,
-        "DMLC_PS_ROOT_PORT": "0",
         "DMLC_NUM_WORKER": str(WORKERS),
-        "DMLC_NUM_SERVER": "1",
         "BYTEPS_PARTITION_BYTES": "16384",
         "BYTEPS_TRACE_DIR": str(run_dir / "traces"),
         **settings,
     }
-    server = [*VALGRIND, str(programs / "byteps-server"), "--role"]
-    processes: list[Spawned] = []
-    try:
-        scheduler = [*server, "scheduler", "--port-file", str(port_file)]
-        processes.append(Spawned("scheduler", scheduler, env, run_dir))
-        env["DMLC_PS_ROOT_PORT"] = wait_for_file(port_file, VALGRIND_LIMIT_S, processes).split()[1]
-        processes.append(Spawned("server", [*server, "server"], env, run_dir))
-        for rank in range(WORKERS):
-            ranks = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
-            command = [*VALGRIND, str(programs / "sum_worker"), "--rounds", "4", "--tensors", "3"]
-            processes.append(Spawned(f"worker {rank}", command, {**env, **ranks}, run_dir))
-        wait_all(processes, VALGRIND_LIMIT_S)
-        assert {p.title: p.wait(0) for p in processes} == {p.title: 0 for p in processes}
-    finally:
-        for process in processes:
-            if process.running:
-                process.send(signal.SIGKILL)
-                process.wait(VALGRIND_LIMIT_S)
+    with SumCluster(run_dir, programs, env, prefix=VALGRIND, limit_s=VALGRIND_LIMIT_S) as job:
+        job.start_workers(WORKERS, "--rounds", "4", "--tensors", "3")
+        job.finish()
 
 
 # Initial inputs of fuzzers.
@@ -361,25 +340,3 @@ def test_a_whole_job(run_dir: Path, settings: dict[str, str]) -> None:
 
 def test_each_target_has_a_corpus() -> None:
     assert {folder.name for folder in fuzz.unpack().iterdir()} == set(TARGETS)
-
-
-def test_packing_what_was_unpacked_changes_nothing(tmp_path: Path) -> None:
-    again = tmp_path / "corpora.tar.xz"
-    fuzz.pack(fuzz.unpack(below=tmp_path / "unpacked"), again)
-    assert again.read_bytes() == fuzz.ARCHIVE.read_bytes()
-
-
-def test_what_was_added_is_unpacked(tmp_path: Path) -> None:
-    archive, below = tmp_path / "corpora.tar.xz", tmp_path / "unpacked"
-    (tmp_path / "first/meta").mkdir(parents=True)
-    (tmp_path / "first/meta/old").write_bytes(b"old")
-    fuzz.pack(tmp_path / "first", archive)
-
-    def add_another(folder: Path) -> None:
-        (folder / "meta/new").write_bytes(b"new")
-
-    fuzz.change(add_another, archive, below)
-
-    unpacked = fuzz.unpack(archive, below)
-    found = {file.name: file.read_bytes() for file in unpacked.glob("meta/*")}
-    assert found == {"old": b"old", "new": b"new"}
