@@ -68,38 +68,38 @@ def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
     return function
 
 
-def _model(seed: int = 5) -> nn.Sequential:
+def make_model(seed: int = 5) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = [nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
 
 
-def _input(run: Run, step: int, *, part: int = 0, width: int = 16) -> torch.Tensor:
+def inputs(run: Run, step: int, *, part: int = 0, width: int = 16) -> torch.Tensor:
     numbers = torch.arange(ROWS * width, dtype=torch.float32).view(ROWS, width)
     return torch.sin(numbers * 0.37 + 11 * step + 5 * part + 3 * run.rank)
 
 
-def _loss(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
+def loss_of(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
     return model(values).square().mean()
 
 
-def _sgd(model: nn.Module) -> torch.optim.SGD:
+def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def _train(run: Run, model: nn.Module, optimizer: object, steps: range = range(STEPS)) -> None:
+def train(run: Run, model: nn.Module, optimizer: object, steps: range = range(STEPS)) -> None:
     for step in steps:
         optimizer.zero_grad()  # type: ignore[attr-defined]
-        _loss(model, _input(run, step)).backward()
+        loss_of(model, inputs(run, step)).backward()
         optimizer.step()  # type: ignore[attr-defined]
 
 
 @scenario
 def plain(run: Run) -> None:
     """Forward, backward, step."""
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-    _train(run, wrapped, optimizer)
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
+    train(run, wrapped, optimizer)
     run.keep("model", wrapped)
     run.count(model)
 
@@ -109,12 +109,12 @@ def grad_scaler(run: Run) -> None:
     """torch's loss scaling; in step 1 the loss of rank 1 overflows, and every rank skips
     the step."""
     run.interface.scales_loss = True
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
     scaler = run.interface.scaler(optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(wrapped, _input(run, step))
+        loss = loss_of(wrapped, inputs(run, step))
         if step == 1 and run.rank == 1:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
@@ -128,14 +128,14 @@ def grad_scaler(run: Run) -> None:
 @scenario
 def closure(run: Run) -> None:
     """`step(closure)`: the closure computes the gradients."""
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
     losses = []
     for step in range(STEPS):
 
         def compute(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = _loss(wrapped, _input(run, step))
+            loss = loss_of(wrapped, inputs(run, step))
             loss.backward()
             return loss
 
@@ -152,7 +152,7 @@ def lbfgs(run: Run) -> None:
     Ranks have the same input, because LBFGS's line search compares losses. With different losses it
     would fail under any data parallelism.
     """
-    model = _model()
+    model = make_model()
     made = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
     wrapped, optimizer = run.interface.wrap(model, made)
     same = torch.sin(torch.arange(ROWS * 16, dtype=torch.float32).view(ROWS, 16))
@@ -160,7 +160,7 @@ def lbfgs(run: Run) -> None:
 
         def compute() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = _loss(wrapped, same)
+            loss = loss_of(wrapped, same)
             loss.backward()
             return loss
 
@@ -172,12 +172,12 @@ def lbfgs(run: Run) -> None:
 @scenario
 def unfrozen_later(run: Run) -> None:
     """A layer is frozen when the model is wrapped, and trains from step 2 on."""
-    model = _model()
+    model = make_model()
     model[0].requires_grad_(False)
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-    _train(run, wrapped, optimizer, range(2))
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
+    train(run, wrapped, optimizer, range(2))
     model[0].requires_grad_(True)
-    _train(run, wrapped, optimizer, range(2, STEPS))
+    train(run, wrapped, optimizer, range(2, STEPS))
     run.keep("model", wrapped)
     run.count(model[2])
     run.count(model[4])
@@ -186,12 +186,12 @@ def unfrozen_later(run: Run) -> None:
 @scenario
 def added_later(run: Run) -> None:
     """A layer's parameters are added to the optimizer after it was wrapped."""
-    model = _model()
+    model = make_model()
     early = [*model[2].parameters(), *model[4].parameters()]
     wrapped, optimizer = run.interface.wrap(model, torch.optim.SGD(early, lr=LR))
-    _train(run, wrapped, optimizer, range(2))
+    train(run, wrapped, optimizer, range(2))
     optimizer.add_param_group({"params": list(model[0].parameters())})
-    _train(run, wrapped, optimizer, range(2, STEPS))
+    train(run, wrapped, optimizer, range(2, STEPS))
     run.keep("model", wrapped)
     run.count(model[2])
     run.count(model[4])
@@ -200,12 +200,12 @@ def added_later(run: Run) -> None:
 @scenario
 def scheduler_made_before(run: Run) -> None:
     """The learning-rate scheduler is made before the optimizer is wrapped."""
-    model = _model()
-    made = _sgd(model)
+    model = make_model()
+    made = sgd(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
     wrapped, optimizer = run.interface.wrap(model, made)
     for step in range(STEPS):
-        _train(run, wrapped, optimizer, range(step, step + 1))
+        train(run, wrapped, optimizer, range(step, step + 1))
         schedule.step()
     run.keep("model", wrapped)
     run.count(model)
@@ -214,12 +214,12 @@ def scheduler_made_before(run: Run) -> None:
 @scenario
 def two_backward_passes(run: Run) -> None:
     """Two losses in a step, each with its own forward and backward pass."""
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
     for step in range(STEPS):
         optimizer.zero_grad()
-        _loss(wrapped, _input(run, step)).backward()
-        (0.5 * _loss(wrapped, _input(run, step, part=1))).backward()
+        loss_of(wrapped, inputs(run, step)).backward()
+        (0.5 * loss_of(wrapped, inputs(run, step, part=1))).backward()
         optimizer.step()
     run.keep("model", wrapped)
     run.count(model)
@@ -228,20 +228,20 @@ def two_backward_passes(run: Run) -> None:
 @scenario
 def accumulation(run: Run) -> None:
     """Three micro-batches per step."""
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(passes=3))
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model), Options(passes=3))
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(2):
             with run.interface.accumulating(wrapped):
-                (_loss(wrapped, _input(run, step, part=part)) / 3).backward()
-        (_loss(wrapped, _input(run, step, part=2)) / 3).backward()
+                (loss_of(wrapped, inputs(run, step, part=part)) / 3).backward()
+        (loss_of(wrapped, inputs(run, step, part=2)) / 3).backward()
         optimizer.step()
     run.keep("model", wrapped)
     run.count(model)
 
 
-class _Forked(nn.Module):
+class Forked(nn.Module):
     """Has a layer that only some ranks use, and a layer that no rank uses."""
 
     def __init__(self) -> None:
@@ -263,12 +263,12 @@ def unused_parameters(run: Run) -> None:
 
     FSDP2's ranks must use the same layers: there the first layer is used in every other step.
     """
-    model = _Forked()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(unused=True))
+    model = Forked()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model), Options(unused=True))
     for step in range(STEPS):
         optimizer.zero_grad()
         chosen = run.rank if run.interface.ranks_may_differ else 0
-        wrapped(_input(run, step), detour=chosen == step % 2).square().mean().backward()
+        wrapped(inputs(run, step), detour=chosen == step % 2).square().mean().backward()
         optimizer.step()
     run.keep("model", wrapped)
     run.count(model.first)
@@ -290,7 +290,7 @@ class _Embedded(nn.Module):
 def sparse_gradients(run: Run) -> None:
     """An embedding with sparse gradients."""
     model = _Embedded()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
     for step in range(STEPS):
         optimizer.zero_grad()
         words = (torch.arange(12) * 7 + 3 * step + 11 * run.rank) % 50
@@ -309,11 +309,11 @@ def non_contiguous(run: Run) -> None:
     model.append(nn.Linear(4 * 4 * 4, 8))
     # Small, or the loss grows at each step and rounding decides the digits that are compared.
     model[4].weight = nn.Parameter(torch.randn(64, 8).mul(0.1).t())
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
     for step in range(STEPS):
         optimizer.zero_grad()
-        image = _input(run, step, width=4 * 64).view(ROWS, 4, 8, 8)
-        _loss(wrapped, image.contiguous(memory_format=torch.channels_last)).backward()
+        image = inputs(run, step, width=4 * 64).view(ROWS, 4, 8, 8)
+        loss_of(wrapped, image.contiguous(memory_format=torch.channels_last)).backward()
         optimizer.step()
     run.keep("model", wrapped)
     run.count(model)
@@ -322,7 +322,7 @@ def non_contiguous(run: Run) -> None:
 class _WithEmpty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = _model()
+        self.body = make_model()
         self.empty = nn.Parameter(torch.zeros(0))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -333,8 +333,8 @@ class _WithEmpty(nn.Module):
 def zero_elements(run: Run) -> None:
     """A parameter without elements."""
     model = _WithEmpty()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-    _train(run, wrapped, optimizer)
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
+    train(run, wrapped, optimizer)
     run.keep("model", wrapped)
     run.count(model)
 
@@ -342,12 +342,12 @@ def zero_elements(run: Run) -> None:
 @scenario
 def late_rank(run: Run) -> None:
     """Rank 1 is late, as if it wrote a checkpoint."""
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-    _train(run, wrapped, optimizer, range(2))
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
+    train(run, wrapped, optimizer, range(2))
     if run.rank == 1:
         time.sleep(run.pause_s)
-    _train(run, wrapped, optimizer, range(2, STEPS))
+    train(run, wrapped, optimizer, range(2, STEPS))
     run.keep("model", wrapped)
     run.count(model)
 
@@ -355,8 +355,8 @@ def late_rank(run: Run) -> None:
 @scenario
 def stopped_host(run: Run) -> None:
     """All processes of rank 1's host are stopped for a while, in the middle of steps."""
-    model = _model()
-    wrapped, optimizer = run.interface.wrap(model, _sgd(model))
+    model = make_model()
+    wrapped, optimizer = run.interface.wrap(model, sgd(model))
     if run.rank == 1 and run.pause_s > 0:
         _stop_soon(run.pause_s)
     # A gradient must be in flight at that time.
@@ -365,15 +365,15 @@ def stopped_host(run: Run) -> None:
     while run.pause_s > 0 and not bool(
         run.interface.reduce(torch.tensor([float(stopped.exists())]), None).item()
     ):
-        _train(run, wrapped, optimizer, range(1))
+        train(run, wrapped, optimizer, range(1))
         count += 1
     if run.pause_s > 0:
         # The number of steps so far depends on timing, so the model is made again.
         run.interface.discard(wrapped, optimizer)
         del wrapped, optimizer
-        model = _model()
-        wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-    _train(run, wrapped, optimizer)
+        model = make_model()
+        wrapped, optimizer = run.interface.wrap(model, sgd(model))
+    train(run, wrapped, optimizer)
     run.keep("model", wrapped)
     run.count(model, STEPS + count)
 
@@ -401,9 +401,9 @@ def group_made_again(run: Run) -> None:
     gc.disable()
     for number in range(run.rounds):
         group = dist.new_group([0, 1])
-        model = _model(seed=number)
-        wrapped, optimizer = run.interface.wrap(model, _sgd(model), Options(group=group))
-        _train(run, wrapped, optimizer, range(1))
+        model = make_model(seed=number)
+        wrapped, optimizer = run.interface.wrap(model, sgd(model), Options(group=group))
+        train(run, wrapped, optimizer, range(1))
         run.keep(f"round{number}", wrapped)
         run.count(model, 1)
         run.interface.discard(wrapped, optimizer)
@@ -420,9 +420,9 @@ def groups_in_opposite_order(run: Run) -> None:
     """Two threads each use a group of the same ranks; the order of first use differs by rank."""
     pairs = []
     for number in range(2):
-        model = _model(seed=number)
+        model = make_model(seed=number)
         group = dist.new_group([0, 1])
-        pairs.append(run.interface.wrap(model, _sgd(model), Options(group=group)))
+        pairs.append(run.interface.wrap(model, sgd(model), Options(group=group)))
         run.count(model)
     errors: list[BaseException] = []
 
@@ -430,7 +430,7 @@ def groups_in_opposite_order(run: Run) -> None:
         try:
             if number == run.rank:
                 time.sleep(0.3)
-            _train(run, *pairs[number])
+            train(run, *pairs[number])
         except BaseException as error:
             errors.append(error)
 
@@ -451,8 +451,8 @@ def summed_once(run: Run) -> None:
     for number in range(10):
         torch.manual_seed(number)
         model = nn.Sequential(nn.Linear(16, 20 + number), nn.Linear(20 + number, 8))
-        wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-        _train(run, wrapped, optimizer, range(1))
+        wrapped, optimizer = run.interface.wrap(model, sgd(model))
+        train(run, wrapped, optimizer, range(1))
         run.keep(f"model{number}", wrapped)
         run.count(model, 1)
         run.interface.discard(wrapped, optimizer)
@@ -467,8 +467,8 @@ def second_model(run: Run) -> None:
     for trial, width in enumerate((24, 40)):
         torch.manual_seed(trial)
         model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 8))
-        wrapped, optimizer = run.interface.wrap(model, _sgd(model))
-        _train(run, wrapped, optimizer)
+        wrapped, optimizer = run.interface.wrap(model, sgd(model))
+        train(run, wrapped, optimizer)
         run.keep(f"trial{trial}", wrapped)
         run.count(model)
         run.interface.discard(wrapped, optimizer)

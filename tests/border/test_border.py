@@ -14,16 +14,14 @@ from tests.layouts.job import start_fork_server
 
 QUICK = {
     ("ddp_comm_hook", "unused-parameters"),
-    ("ddp_comm_hook", "group-made-again"),
     ("BYTEPS_C10D", "sparse-gradients"),
-    ("BYTEPS_C10D", "groups-in-opposite-order"),
     ("FSDP2", "accumulation"),
     ("FSDP2 sharded", "accumulation"),
     ("--use-dpu-reduce", "grad-scaler"),
     ("--dpu-optimizer", "two-backward-passes"),
 }
 """Cells of `make test`. Both optimizers of byteps run these programs in test_push_pull.py and
-test_server_optimizer.py, too."""
+test_server_optimizer.py, too; test_c10d_groups.py has groups."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,8 @@ With two ranks both round each sum once.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import byteps.torch as bps
 import torch
@@ -14,29 +16,30 @@ import torch.distributed as dist
 from byteps.torch import operations
 from torch import nn
 
-from tests.multiproc.programs.average_cases import (
-    CASES,
-    RATE,
-    Ours,
-    Served,
-    Theirs,
-    accumulated,
-    closure,
-    empty,
-    inputs,
-    layers,
-    loss_of,
-    plain,
-    scaler,
-    scheduled_before,
-    sgd,
-    strided,
-    train,
-    two_passes,
-    words,
-    wrapped_again,
-)
+from tests.border import interfaces
+from tests.border.interface import PLAIN, Interface, Options
+from tests.border.scenarios import LR, SCENARIOS, Run, inputs, loss_of, make_model, sgd, train
+from tests.border.torch_interfaces import ServerOptimizer
+from tests.multiproc.programs.average_cases import CASES
 from tests.multiproc.programs.job import Job
+
+SHARED = (
+    *("plain", "grad-scaler", "closure", "unfrozen-later", "added-later", "scheduler-made-before"),
+    *("two-backward-passes", "accumulation", "sparse-gradients", "non-contiguous", "zero-elements"),
+)
+"""Scenarios of tests/border that run here in one job."""
+
+
+class Served(ServerOptimizer):
+    """Names each optimizer, and gives it the same options."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.optimizer_name, self.options = name, options
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options = PLAIN
+    ) -> tuple[nn.Module, Any]:
+        return model, bps.ServerOptimizer(optimizer, name=self.optimizer_name, **self.options)
 
 
 def start(job: Job) -> None:
@@ -46,52 +49,70 @@ def start(job: Job) -> None:
     bps.init()
 
 
+def run_through(job: Job, interface: Interface) -> Run:
+    return Run(interface=interface, folder=job.folder, rank=job.rank, pause_s=0.0, rounds=0)
+
+
+def values_of(
+    job: Job, program: Callable[[Run], None], interface: Interface
+) -> dict[str, torch.Tensor]:
+    """Run a program, and return the values that it keeps."""
+    run = run_through(job, interface)
+    program(run)
+    return run.values
+
+
 def as_ddp(job: Job) -> None:
-    """Every case gives the same bits as DDP."""
+    """Every program gives the same bits as DDP, or as gradients that are averaged by hand."""
     start(job)
-    for case in (*CASES, wrapped_again):
-        with job.check(case.__name__):
-            theirs, ours = case(Theirs(job)), case(Ours(job))
-            pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
-            different = [name for (name, mine), other in pairs if not torch.equal(mine, other)]
+    programs = {name: SCENARIOS[name] for name in SHARED}
+    programs |= {case.__name__: case for case in CASES}
+    ours = interfaces.make("DistributedOptimizer")
+    for name, program in programs.items():
+        with job.check(name):
+            theirs = interfaces.make(ours.references.get(name, ours.reference))
+            wanted, found = (values_of(job, program, each) for each in (theirs, ours))
+            assert found.keys() == wanted.keys()
+            different = [key for key in found if not torch.equal(found[key], wanted[key])]
             assert not different, different
     dist.destroy_process_group()
     bps.shutdown()
 
 
-SERVED = (plain, scaler, closure, scheduled_before, two_passes, accumulated, strided, empty, words)
-
-
 def as_ddp_on_servers(job: Job) -> None:
-    """The optimizer on the servers runs the same programs."""
+    """The optimizer on the servers runs the same programs, and refuses two of them."""
     start(job)
-    for case in SERVED:
-        for clip in ("none", "speculate", "wait") if case is scaler else ("none",):
-            name = f"{case.__name__}, clip {clip}"
+    refused = ("unfrozen-later", "added-later")
+    for scenario in (name for name in SHARED if name not in refused):
+        for clip in ("none", "speculate", "wait") if scenario == "grad-scaler" else ("none",):
+            name = f"{scenario}, clip {clip}"
             with job.check(name):
                 options = {} if clip == "none" else {"max_norm": 1e6, "clip": clip}
-                theirs, ours = case(Theirs(job)), case(Served(job, name, **options))
-                for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                    torch.testing.assert_close(mine, other, rtol=2e-6, atol=2e-7)
+                ours, program = Served(name, **options), SCENARIOS[scenario]
+                theirs = interfaces.make(ours.references.get(scenario, ours.reference))
+                wanted, found = (values_of(job, program, each) for each in (theirs, ours))
+                for key in wanted:
+                    torch.testing.assert_close(found[key], wanted[key], rtol=2e-6, atol=2e-7)
     scaled_otherwise(job)
-    model = layers()
+    model = make_model()
     kept = bps.ServerOptimizer(sgd(model), name="kept")
     with job.check_raises(
         "two over one parameter", ValueError, "on 2 of this group's 2 ranks.*one"
     ):
-        bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=RATE), name="other")
+        bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=LR), name="other")
     if job.rank == 0:
         kept.close()
     with job.check_raises("on one rank", ValueError, "on 1 of this group's 2 ranks"):
-        bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=RATE), name="other")
+        bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=LR), name="other")
     kept.close()
     model[0].requires_grad_(False)
-    side, wanted = Served(job, "frozen"), "parameter 0 of group 0 needs a gradient, and needed none"
-    _, optimizer = side.wrap(model, sgd(model))
-    train(side, model, optimizer, range(2))
+    run = run_through(job, Served("frozen"))
+    wanted_error = "parameter 0 of group 0 needs a gradient, and needed none"
+    _, optimizer = run.interface.wrap(model, sgd(model))
+    train(run, model, optimizer, range(2))
     model[0].requires_grad_(True)
-    with job.check_raises("unfrozen later", ValueError, wanted):
-        train(side, model, optimizer, range(2, 3))
+    with job.check_raises("unfrozen later", ValueError, wanted_error):
+        train(run, model, optimizer, range(2, 3))
     with job.check_raises("added later", ValueError, "declared once"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     dist.destroy_process_group()
@@ -101,12 +122,12 @@ def as_ddp_on_servers(job: Job) -> None:
 def scaled_otherwise(job: Job) -> None:
     """A rank that replaces infinite gradients still reports infinities; fp16 gradients are refused,
     as in torch."""
-    model = layers()
-    side = Served(job, "finite again")
-    _, optimizer = side.wrap(model, sgd(model))
+    model = make_model()
+    run = run_through(job, Served("finite again"))
+    _, optimizer = run.interface.wrap(model, sgd(model))
     scales = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    loss = loss_of(model, inputs(side, 0))
+    loss = loss_of(model, inputs(run, 0))
     scales.scale(loss * torch.inf if job.rank == 1 else loss).backward()
     scales.unscale_(optimizer)
     for parameter in model.parameters():
@@ -119,7 +140,7 @@ def scaled_otherwise(job: Job) -> None:
         assert optimizer.skipped_steps == 1
         assert all(map(torch.equal, before, model.parameters()))
     half = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = bps.ServerOptimizer(torch.optim.SGD([half], lr=RATE), name="half")
+    optimizer = bps.ServerOptimizer(torch.optim.SGD([half], lr=LR), name="half")
     scales.scale((half * 2).sum()).backward()
     with job.check_raises("fp16 gradients", ValueError, "unscale FP16"):
         scales.step(optimizer)
@@ -128,12 +149,12 @@ def scaled_otherwise(job: Job) -> None:
 def identity(job: Job) -> None:
     """Matching of gradients across ranks, and errors if ranks differ."""
     start(job)
-    side = Ours(job)
+    run = run_through(job, interfaces.make("DistributedOptimizer"))
     with job.check("two without names, and another order of the pass on one rank"):
-        both = [layers(seed) for seed in (5, 6)]
+        both = [make_model(seed) for seed in (5, 6)]
         optimizers = [bps.DistributedOptimizer(sgd(model)) for model in both]
         for step in range(2):
-            losses = [loss_of(model, inputs(side, step)) for model in both]
+            losses = [loss_of(model, inputs(run, step)) for model in both]
             if job.rank == 1:
                 losses.reverse()
             (losses[0] + losses[1]).backward()
@@ -141,16 +162,16 @@ def identity(job: Job) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         for model, seed in zip(both, (5, 6), strict=True):
-            reference = layers(seed)
-            wrapped, optimizer = Theirs(job).wrap(reference, sgd(reference))
-            train(side, wrapped, optimizer, range(2))
+            reference = make_model(seed)
+            wrapped, optimizer = interfaces.make("ddp-gloo").wrap(reference, sgd(reference))
+            train(run, wrapped, optimizer, range(2))
             for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(mine, other)
     with job.check("a model deleted, and another one made"):
         for width in (24, 40):
             model = nn.Sequential(nn.Linear(16, width), nn.Linear(width, 8))
             optimizer = bps.DistributedOptimizer(sgd(model), model.named_parameters())
-            train(side, model, optimizer, range(1))
+            train(run, model, optimizer, range(1))
             del model, optimizer
             if job.rank == 0:
                 gc.collect()
@@ -164,7 +185,7 @@ def identity(job: Job) -> None:
     with job.check_raises("other parameters on one rank", bps.BytePSError, said):
         bps.DistributedOptimizer(sgd(nn.Linear(4, 2 + job.rank)))
     with job.check_raises("put into a group by hand", ValueError, "add_param_group"):
-        model = layers()
+        model = make_model()
         optimizer = bps.DistributedOptimizer(sgd(model))
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
         optimizer.step()
@@ -180,19 +201,19 @@ def identity(job: Job) -> None:
         odd.requires_grad_(True)
         optimizer.step()
     with job.check("a rank that has no batch"):
-        model = layers()
+        model = make_model()
         optimizer = bps.DistributedOptimizer(sgd(model))
         if job.rank == 0:
-            loss_of(model, inputs(side, 0)).backward()
+            loss_of(model, inputs(run, 0)).backward()
         else:
             optimizer.synchronize()
         optimizer.step()
     _demand_equal(job, "no batch", model)
     with job.check("fewer passes than were said"):
-        model = layers()
+        model = make_model()
         optimizer = bps.DistributedOptimizer(sgd(model), backward_passes_per_step=3)
         for step in range(2):
-            loss_of(model, inputs(side, step)).backward()
+            loss_of(model, inputs(run, step)).backward()
         optimizer.step()
     _demand_equal(job, "fewer passes", model)
     dist.destroy_process_group()
@@ -202,14 +223,15 @@ def identity(job: Job) -> None:
 def failed_pass(job: Job) -> None:
     """A failed pass: values that other ranks have received cannot be taken back."""
     bps.init()
-    side, model = Ours(job), layers()
+    run = run_through(job, interfaces.make("DistributedOptimizer"))
+    model = make_model()
     optimizer = bps.DistributedOptimizer(sgd(model))
 
     def fail(gradient: torch.Tensor) -> None:
         del gradient
         raise RuntimeError("out of memory, say")
 
-    loss = loss_of(model, inputs(side, 0))
+    loss = loss_of(model, inputs(run, 0))
     if job.rank == 1:
         next(model.parameters()).register_hook(fail)
         with job.check_raises("a pass that raises", RuntimeError, "out of memory"):
@@ -217,7 +239,7 @@ def failed_pass(job: Job) -> None:
         with job.check_raises("a step after it", bps.BytePSError, "cannot be taken back"):
             optimizer.step()
         with job.check_raises("a pass after it", bps.BytePSError, "computed again while"):
-            loss_of(model, inputs(side, 1)).backward()
+            loss_of(model, inputs(run, 1)).backward()
         try:
             raise RuntimeError("the program ends")
         except RuntimeError:

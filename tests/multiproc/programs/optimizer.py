@@ -85,6 +85,9 @@ def clipped(job: Job) -> None:
         demand_gradients(trained, mean_batch(job, 1), 1.0)
     with optimizer.skip_synchronize():
         optimizer.step()
+    with job.check_raises("names that are not unique", ValueError, "one name"):
+        same = [("a", parameter) for parameter in trained.parameters()]
+        bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE), same)
     bps.shutdown()
 
 
@@ -156,38 +159,6 @@ def state(job: Job) -> None:
     bps.shutdown()
 
 
-def uneven(job: Job) -> None:
-    """Parameters that are special: one is used by one rank only, one has the channels-last memory
-    format, and none has a name.
-    """
-    bps.init()
-    device = device_of(job)
-    torch.manual_seed(0)
-    used = torch.nn.Parameter(torch.ones(4, device=device))
-    by_rank_0 = torch.nn.Parameter(torch.ones(4, device=device))
-    image = torch.ones(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
-    last = torch.nn.Parameter(image)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD([used, by_rank_0, last], lr=RATE))
-    for _ in range(2):
-        optimizer.zero_grad()
-        weights = torch.arange(120.0, device=device).view(2, 3, 4, 5)
-        loss = used.sum() + (weights * last).sum()
-        if job.rank == 0:
-            loss = loss + by_rank_0.sum()
-        loss.backward()
-        optimizer.step()
-    with job.check("a parameter that one rank uses"):
-        expected = torch.full_like(by_rank_0, 1 - 2 * RATE / job.size)
-        assert torch.equal(by_rank_0.detach(), expected), by_rank_0
-    with job.check("channels last"):
-        assert torch.equal(last.detach(), 1 - 2 * RATE * weights)
-        assert last.is_contiguous(memory_format=torch.channels_last)
-    with job.check_raises("names that are not unique", ValueError, "one name"):
-        same = [("a", used), ("a", last)]
-        bps.DistributedOptimizer(torch.optim.SGD([used, last], lr=RATE), same)
-    bps.shutdown()
-
-
 def alone(job: Job) -> None:
     """A single rank: its gradients are the averages, and nothing is sent."""
     bps.init()
@@ -199,22 +170,6 @@ def alone(job: Job) -> None:
         demand_gradients(trained, batch(job, 0, 1), 1.0)
     with job.check("nothing is sent"):
         assert bps.get_metrics()["byteps_worker_operations_total"] == 0
-    bps.shutdown()
-
-
-def scaled(job: Job) -> None:
-    """Calls that older versions needed do no harm: gradients are averages after the pass."""
-    bps.init()
-    trained = model(job, 0)
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE))
-    scaler = torch.amp.GradScaler(device_of(job).type, init_scale=4.0)
-    scaler.scale(trained(batch(job, job.rank, 1)).sum()).backward()
-    optimizer.synchronize()
-    scaler.unscale_(optimizer)
-    with job.check("unscaled after synchronize()"):
-        demand_gradients(trained, mean_batch(job, 1), 1.0)
-    with optimizer.skip_synchronize():
-        scaler.step(optimizer)
     bps.shutdown()
 
 
