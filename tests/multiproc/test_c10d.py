@@ -124,10 +124,7 @@ def test_many_sizes(
     assert held[1] - held[0] <= MOST_GROWTH, held
 
 
-@pytest.mark.parametrize(
-    ("program", "lost"),
-    [("loop", "worker"), ("loop", "server"), ("loop", "scheduler"), ("ddp_loop", "server")],
-)
+@pytest.mark.parametrize(("program", "lost"), [("loop", "worker"), ("ddp_loop", "server")])
 def test_what_is_lost_is_named(
     make_cluster: Callable[..., Cluster], program: str, lost: str
 ) -> None:

@@ -14,7 +14,8 @@ import pytest
 from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, wait_for_file
 
 PROGRAM = "replicas:train"
-PHASES = ("before", "pushed", "answered", "control")
+PHASES = ("pushed", "control")
+"""Phases in which a replica dies; the simulation has all of them."""
 
 
 class Replicas:
@@ -179,6 +180,7 @@ SERVED = "replicas:train_served"
 PHASES_OF_SERVED = ("before", "pushed", "told", "answered", "control")
 KINDS = {"tried and kept": 6, "after the norm": 5, "at once": 4, "tried and clipped": 7}
 """Step of each kind in which the replica dies."""
+QUICK = {("tried and kept", "pushed"), ("at once", "pushed")}
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def make_served(make_cluster: Callable[..., Cluster]) -> Callable[..., Replicas]
 @pytest.mark.parametrize(
     ("kind", "phase"),
     [
-        pytest.param(kind, phase, marks=() if phase == "pushed" else pytest.mark.thorough)
+        pytest.param(kind, phase, marks=() if (kind, phase) in QUICK else pytest.mark.thorough)
         for kind in KINDS
         for phase in PHASES_OF_SERVED
     ],

@@ -177,27 +177,10 @@ def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
     wait_for_file(scripted.folder / "ready.0", RUN_S, [worker])
     worker.send(signal.SIGINT)
     wait_all([worker, server, scheduler], RUN_S)
-    assert worker.wait(0) != 0
+    assert worker.wait(0) == 130
     # 0: a rank with enough time leaves the job normally.
     assert server.wait(0) in (0, 1), server.text
     assert scheduler.wait(0) == server.wait(0), scheduler.text
-    scripted.demand_no_process()
-
-
-def test_instances_outlive_one_that_may_be_replaced(scripted: Scripted) -> None:
-    env = {"BYTEPS_REPLACE_SERVERS_S": "60"}
-    scheduler, server = scripted.start_nodes(workers=1, servers=2, env=env)
-    first, second = scripted.wait_for_instances(2)
-    deadline = time.monotonic() + RUN_S
-    os.kill(first, signal.SIGKILL)
-    while "ended with status 137; the others go on" not in server.text:
-        assert server.running and time.monotonic() < deadline, server.text
-        time.sleep(0.02)
-    assert Path(f"/proc/{second}").exists()
-    server.send(signal.SIGTERM)
-    assert server.wait(END_S) == 143, server.text
-    scheduler.send(signal.SIGTERM)
-    assert scheduler.wait(END_S) == 143, scheduler.text
     scripted.demand_no_process()
 
 
@@ -252,14 +235,6 @@ def test_signal_at_scheduler_and_server(
     scheduler.send(number)
     assert scheduler.wait(END_S) in (status, -number), scheduler.text
     scripted.demand_no_process()
-
-
-def test_one_failed_instance_ends_the_others(scripted: Scripted) -> None:
-    _, server = scripted.start_nodes(workers=1, servers=3)
-    instances = scripted.wait_for_instances(3)
-    os.kill(instances[1], signal.SIGKILL)
-    assert server.wait(END_S) == 128 + signal.SIGKILL
-    assert "ending the others" in server.text
 
 
 @pytest.mark.parametrize("role", list(GOOD))

@@ -25,9 +25,7 @@ from tests.multiproc.cluster import (
     START_S,
     Cluster,
     clean_environment,
-    server_executable,
     stop,
-    wait_all,
 )
 from tests.multiproc.programs.lifecycle import LARGE, PARTITIONS, ROUNDS, SMALL
 
@@ -184,17 +182,6 @@ def test_a_node_that_is_silent_is_shown_so(make_cluster: Callable[..., Cluster])
     assert status["nodes"][0]["silent_s"] > 4
     server.send(signal.SIGCONT)
     wait_for(port, lambda s: s["nodes"][0]["state"] == "active")
-
-
-def test_a_port_that_is_taken_is_refused(make_cluster: Callable[..., Cluster]) -> None:
-    cluster, port = make(make_cluster)
-    second = captured(
-        [server_executable(), "--role", "scheduler"],
-        START_S,
-        env={**cluster.node_environment(), "DMLC_PS_ROOT_PORT": "0"},
-    )
-    assert second.returncode == 2
-    assert f"BYTEPS_STATUS_PORT={port}: cannot listen at {LOOPBACK}:{port}" in second.stderr
 
 
 # Metrics: the values that Prometheus gets from workers and servers match the job.
@@ -369,19 +356,3 @@ def test_by_default_one_address_of_the_job_and_loopback(
             socket.create_connection(("127.0.0.3", at), timeout=END_S)
     cluster.go("end")
     cluster.finish()
-
-
-def test_port_that_is_taken(make_cluster: Callable[..., Cluster]) -> None:
-    """Worker and server name the variable and the port, and do not join."""
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
-        env = {"BYTEPS_METRICS_PORT": str(port), "BYTEPS_HTTP_HOST": LOOPBACK}
-        cluster = make_cluster(workers=1, servers=1, env=env)
-        cluster.start_scheduler()
-        server = cluster.start_server()
-        worker = cluster.start_worker(0, "failures:init_only")
-        wait_all([server, worker], END_S)
-    assert server.wait(0) == 2, server.text
-    assert worker.status == 1
-    for process in (server, worker):
-        assert f"BYTEPS_METRICS_PORT={port}" in process.text

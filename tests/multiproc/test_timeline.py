@@ -237,18 +237,6 @@ def test_a_file_for_each_life(make_cluster: Callable[..., Cluster], run_dir: Pat
         assert names == [{"after"}, {"before"}]  # byteps-worker-0.2.json, byteps-worker-0.json
 
 
-def test_folder_that_cannot_be_made(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    (run_dir / "timelines").write_text("not a folder")
-    cluster = make_cluster(workers=1, servers=1, env=settings(run_dir))
-    cluster.start_scheduler()
-    server = cluster.start_server()
-    worker = cluster.start_worker(0, "failures:init_only")
-    wait_all([server, worker], END_S)
-    assert (server.wait(0), worker.status) == (2, 1)
-    for process in (server, worker):
-        assert f"BYTEPS_TRACE_DIR='{run_dir}/timelines/new'" in process.text
-
-
 def test_nothing_is_written_unasked(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     env = {**settings(run_dir), "BYTEPS_TRACE_ON": "0"}
     run(make_cluster(workers=1, env=env), "lifecycle:known")
