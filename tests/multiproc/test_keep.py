@@ -48,8 +48,8 @@ def demand_well(cluster: Cluster) -> None:
 
 
 def test_killed_worker(make_cluster: Make) -> None:
-    """Survivors' errors name the worker, scheduler and servers stay, and another number of workers
-    goes on."""
+    """The survivors' errors name the worker. Scheduler and servers stay, and another number of
+    workers continues."""
     cluster = loops(make_cluster, workers=3, servers=2)
     cluster.workers["worker 1"].send(signal.SIGKILL)
     for rank in (0, 2):

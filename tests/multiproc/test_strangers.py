@@ -115,8 +115,8 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     ids=["route", "rank", "resumes"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
-    """Not even with the secret: the worker is connected, and stays so. peer_table_test.cc has the
-    other reasons."""
+    """Even a peer with the secret is refused: the worker is connected, and stays so.
+    peer_table_test.cc has the other reasons."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with greeted(nodes["server"], hello, SECRET) as (_, said):
