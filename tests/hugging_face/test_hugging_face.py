@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants as hub_constants
 
 from bench.ray_failures.cases import CASES, Case, Runner, pool_settings, problems
 from megatron_byteps_hf.options import TARGETS, LoraOptions, is_asked_for, read
@@ -146,15 +147,32 @@ def test_reads_its_own_flags_among_others(empty_model: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lora"], "--hf-save and --lora need --hf-model FOLDER"),
+        (["--lora"], "--hf-save and --lora need --hf-model MODEL"),
+        (["--hf-model", "org/none"], "--hf-model org/none: there is no such folder, and the hub"),
         (["--hf-model", "/nowhere"], "--hf-model /nowhere: no Hugging Face model"),
         (["--hf-model", "MODEL", "--lora-rank", "4"], "--lora-rank needs --lora"),
         (["--hf-model", "MODEL", "--hf-save", "MODEL"], "--hf-save must be another folder"),
     ],
 )
-def test_refuses(flags: list[str], message: str, empty_model: str) -> None:
+def test_refuses(
+    flags: list[str], message: str, empty_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=message):
         read([empty_model if flag == "MODEL" else flag for flag in flags])
+
+
+def test_a_name_on_the_hub_is_found_in_the_cache(
+    empty_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_name = tmp_path / "models--org--name"
+    (of_name / "refs").mkdir(parents=True)
+    (of_name / "refs" / "main").write_text("abc")
+    (of_name / "snapshots").mkdir()
+    Path(empty_model).rename(of_name / "snapshots" / "abc")
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
+    assert read(["--hf-model", "org/name"]).model == of_name / "snapshots" / "abc"
 
 
 def test_refuses_weights_in_another_format(empty_model: str) -> None:

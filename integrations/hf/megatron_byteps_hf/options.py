@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from pathlib import Path
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names for the linear layers of attention and MLP."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""Files of a model on the hub that are read: no weights in another format."""
 DEFAULT_RANK = 16
 DEFAULT_ALPHA = 32
 
@@ -55,7 +59,11 @@ def add_flags(parser: ArgumentParser) -> None:
     """Add the flags to a parser."""
     group = parser.add_argument_group("Hugging Face")
     add = group.add_argument
-    add("--hf-model", type=Path, metavar="FOLDER", help="train this Hugging Face model")
+    add(
+        "--hf-model",
+        metavar="MODEL",
+        help="train this Hugging Face model: a folder, or a name on the hub such as org/name",
+    )
     add(
         "--hf-save", type=Path, metavar="FOLDER", help="write the trained model here, as such files"
     )
@@ -75,25 +83,43 @@ def read(argv: Sequence[str]) -> Options:
     """Parse a command line; ignores flags outside this group.
 
     Raises:
-        ValueError: flags are incompatible, or the folder has no model.
+        ValueError: flags are incompatible, or there is no such model.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     args, _ = parser.parse_known_args(list(argv))
     if args.hf_model is None:
-        raise ValueError("--hf-save and --lora need --hf-model FOLDER: the model to train")
-    if not (args.hf_model / "config.json").is_file():
+        raise ValueError("--hf-save and --lora need --hf-model MODEL: the model to train")
+    model = _folder_of(args.hf_model)
+    if not (model / "config.json").is_file():
         raise ValueError(
             f"--hf-model {args.hf_model}: no Hugging Face model, since there is no config.json"
         )
-    if not any(args.hf_model.glob("*.safetensors")):
+    if not any(model.glob("*.safetensors")):
         raise ValueError(
             f"--hf-model {args.hf_model}: there is no *.safetensors file; save the model by "
             "transformers' save_pretrained()"
         )
-    if args.hf_save is not None and args.hf_save.resolve() == args.hf_model.resolve():
+    if args.hf_save is not None and args.hf_save.resolve() == model.resolve():
         raise ValueError("--hf-save must be another folder than --hf-model")
-    return Options(model=args.hf_model, save=args.hf_save, lora=_lora(args))
+    return Options(model=model, save=args.hf_save, lora=_lora(args))
+
+
+def _folder_of(model: str) -> Path:
+    """Return the folder of a model. A name on the hub is looked up in transformers' cache, and
+    downloaded if necessary, unless HF_HUB_OFFLINE is set."""
+    folder = Path(model)
+    if folder.exists() or not _HUB_NAME.fullmatch(model):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:  # Errors of requests to the hub are OSErrors, too.
+        raise ValueError(
+            f"--hf-model {model}: there is no such folder, and the hub's model cannot be read: "
+            f"{error}"
+        ) from error
 
 
 def _lora(args: Namespace) -> LoraOptions | None:
