@@ -5,7 +5,8 @@ With --model it trains another model, with questions in words. BytePS all-reduce
 actor and critic: a scheduler and servers start next to the ranks. With --compare the same job also
 runs with all-reduce. With --device cuda each rank has its own GPU.
 
-Exit status: 0 the reward rose as required; 1 it did not, or the job failed; 2 bad usage.
+Exit status: 0 the reward rose as required; 1 it did not, or nothing was learnt, or the job failed;
+2 bad usage.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Step:
     mismatch: float
     """Largest difference of a token's probability between rollout and training."""
     seconds: float
+    grad_norm: float
+    """Norm of the actor's gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,7 @@ def _step(entry: dict[str, Any]) -> Step:
         kl=data.get("actor/kl_loss", data.get("actor/reward_kl_penalty", 0.0)),
         mismatch=data["training/rollout_probs_diff_max"],
         seconds=data["timing_s/step"],
+        grad_norm=data.get("actor/grad_norm", 0.0),
     )
 
 
@@ -403,11 +407,14 @@ def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
 
 
 def check(outcome: Outcome, rise: float | None) -> bool:
-    """Check whether the mean reward rose as required; None: too few steps to decide."""
+    """Check whether the mean reward rose as required; None: too few steps to decide, so gradients
+    that are not zero are required."""
     first, last = outcome.first_reward, outcome.last_reward
     if rise is None:
-        print(f"reward: {last:.3f}; not judged: that takes more than {EDGE} steps (--steps)")
-        return True
+        learns = any(step.grad_norm > 0 for step in outcome.steps)
+        word = "the actor has gradients" if learns else "NOTHING was learnt: all gradients are zero"
+        print(f"reward: {last:.3f}; not judged before step {EDGE + 1} (--steps); {word}")
+        return learns
     rose = last - first >= rise
     word = "rose" if rose else "did NOT rise"
     print(f"reward: {word} by {rise:.2f} or more ({first:.3f} -> {last:.3f})")

@@ -276,10 +276,15 @@ def test_the_reward_has_to_rise(steps: int, rise: float, good: bool) -> None:
 
 def test_few_steps_do_not_tell_of_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
     """The first steps are the last steps: no reward could fail."""
-    outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5)
-    assert rl.check(outcome, rl.parse(["--steps", "3"]).rise)
+    steps = [SimpleNamespace(grad_norm=0.0), SimpleNamespace(grad_norm=0.1)]
+    outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5, steps=steps)
+    rise = rl.parse(["--steps", "3"]).rise
+    assert rl.check(outcome, rise)
     said = capsys.readouterr().out
     assert "not judged" in said and "rose" not in said
+    outcome.steps = steps[:1]
+    assert not rl.check(outcome, rise)
+    assert "NOTHING was learnt" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         rl.parse(["--steps", "3", "--rise", "0.1"])
 
