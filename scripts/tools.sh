@@ -18,6 +18,8 @@ need them, so that make setup leaves them alone:
                  annotations
   valgrind       valgrind, for thorough tests
   promtool       promtool, which checks the alerts of Prometheus; from Debian's package, unpacked in the cache
+  nvrx           the folder of nvidia-resiliency-ext, for Megatron's local checkpoints; in the cache. Its wheel asks for
+                 glibc 2.39 for the sake of a profiler, which nothing here uses. Needs build/venv
   torch VERSION  the Python of an environment that has torch VERSION, 2.9, 2.11, 2.14 or 2.15, as locks/torch-*.lock pins it, and
                  what tests need but byteps (build/python). It lies in the cache, under a name made of all that is in it,
                  and is made if it is not there. Needs build/venv: run scripts/setup.sh before
@@ -77,6 +79,26 @@ promtool() {
   echo "$kept/usr/bin/promtool"
 }
 
+# nvrx: prints the folder of the package, to be imported from there. The same wheel serves every machine, since only its
+# Python is used.
+nvrx() {
+  local kept="$cache/nvrx-0.7.0" new
+  if [[ ! -d $kept ]]; then
+    find_uv "$root" "$cache" || fail "no uv: run scripts/setup.sh"
+    use_uv "$cache"
+    new="$kept.$BASHPID"
+    # shellcheck disable=SC2064 # this folder
+    trap "rm -rf '$new'" EXIT
+    "$uv" pip install --quiet --target "$new" --no-deps --require-hashes --python-version 3.12 \
+      --python "$root/build/venv/bin/python" --python-platform x86_64-manylinux_2_39 --requirements - >&2 <<'TEXT' ||
+nvidia-resiliency-ext==0.7.0 --hash=sha256:e0c646ccae211de81a4c2b5bb5cff96a5e12af1373fb0eb818a40716eef685ad
+TEXT
+      fail "nvidia-resiliency-ext 0.7.0 cannot be installed"
+    keep "$new" "$kept"
+  fi
+  echo "$kept"
+}
+
 # torch VERSION LOCK: prints the folder of an environment with this torch.
 torch() {
   local key kept base
@@ -133,7 +155,7 @@ clean() {
   if (($1)); then
     # Listed by name, because the variable's folder may contain other things.
     rm -rf "$cache/sdists" "$cache/wheels" "$cache/servers" "$cache/ship" "$cache/images" \
-      "$cache"/libsodium-* "$cache/vm" "$cache/promtool" "$cache/uv" "$cache"/uv-[0-9a-f]*
+      "$cache"/libsodium-* "$cache/vm" "$cache/promtool" "$cache"/nvrx-* "$cache/uv" "$cache"/uv-[0-9a-f]*
     rmdir "$cache" 2>/dev/null || true
   fi
 }
@@ -153,8 +175,8 @@ for argument in "$tool" "$@"; do
   fi
 done
 case "$tool" in
-  clang | valgrind | promtool | site | diagrams) (($# == 0)) || bad_use "$tool takes no arguments, got: $*" ;;&
-  clang | promtool | site | diagrams) "$tool" ;;
+  clang | valgrind | promtool | nvrx | site | diagrams) (($# == 0)) || bad_use "$tool takes no arguments, got: $*" ;;&
+  clang | promtool | nvrx | site | diagrams) "$tool" ;;
   valgrind)
     setup_valgrind >&2
     command -v valgrind

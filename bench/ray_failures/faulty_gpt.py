@@ -4,7 +4,7 @@
 ``what``:
 
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
-  step N is handed in), or the number of a step, which does not come about.
+  step N is written to memory), or the number of a step, which does not come about.
 - ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
   process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file is there: the
   driver breaks something else meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
@@ -25,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_byteps_ray import memory
 from tests.layouts.job import take_a_share
 
 _HOLD_S = 120.0
@@ -91,21 +90,21 @@ def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> N
     setattr(module, name, called)
 
 
-def _while_handed_in(step: int, what: str) -> None:
-    """Strike when the actor has a part of that step's state."""
+def _while_written(step: int, what: str) -> None:
+    """Strike when a part of that step's state is in memory."""
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager
 
-    class Keeper(memory.Keeper):
-        def __init__(self, name: str, of: int) -> None:
-            super().__init__(name, of)
-            self._strikes = of == step
+    manager = local_manager.LocalCheckpointManager
+    whole = manager._save
 
-        def finish(self) -> None:
-            self.flush()
-            if self._strikes:
-                _do(what)
-            super().finish()
+    def save(self: Any, state: Any, identity: tuple[int, int, str]) -> None:
+        if identity[0] == step:
+            self._ensure_dir()
+            self._local_ckpt_path_from_id(identity, True).touch()
+            _do(what)
+        whole(self, state, identity)
 
-    memory.Keeper = Keeper  # type: ignore[misc, assignment] # replaces the class
+    manager._save = save
 
 
 def main() -> None:
@@ -134,7 +133,7 @@ def main() -> None:
 
             _before(dist_checkpointing, "save", save)
         elif str(when).startswith("memory:"):
-            _while_handed_in(int(when.partition(":")[2]), what)
+            _while_written(int(when.partition(":")[2]), what)
         else:
 
             def strike(kwargs: dict[str, Any], when: int = when, what: str = what) -> None:

@@ -283,8 +283,7 @@ class Bucket:
         return self.read(slot, begin, end) if wanted else None
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
-def test_ranks_save_a_bucket(whole: bool) -> None:
+def test_ranks_save_a_bucket() -> None:
     """Every element is saved once, for any parameters; a parameter that cannot be cut is saved as a
     whole."""
     elsewhere = replace(PLAIN, key="elsewhere", data=numbered(SHAPE), replica_id=(0, 1, 1))
@@ -297,15 +296,13 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
         bucket = Bucket(parameters, rank, 3)
         buckets: list[Any] = [bucket]
         state = server_checkpoint.sharded_state(
-            buckets, [], model, slots=["param", "m"], steps=1, is_loading=False, is_whole=whole
+            buckets, [], model, slots=["param", "m"], steps=1, is_loading=False
         )
         read.append(bucket.read_elements)
-        parts = list(state["param_state"].values())
-        assert not whole or len(parts) == (8 if rank == 0 else 0)
-        for part in parts:
+        for part in state["param_state"].values():
             saved += part.build() if isinstance(part, ShardedTensorFactory) else [part]
     # Only parameters that cannot be cut are read twice.
-    assert sum(read) == (8 if whole else 8 + 2) * count
+    assert sum(read) == (8 + 2) * count
     found = collected(saved)
     for slot, name in enumerate(("param", "m")):
         for number, (one, key) in enumerate(((PLAIN, "plain"), (COLUMNS, "columns"))):

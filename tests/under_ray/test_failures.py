@@ -35,7 +35,7 @@ from bench.ray_failures.cases import (
 from megatron_byteps_ray import memory
 from megatron_byteps_ray.cluster import JobError, Pool
 from megatron_byteps_ray.job import Job, record_of_steps
-from megatron_byteps_ray.memory import Keeper, Port, Snapshots
+from megatron_byteps_ray.memory import jump_of
 from tests.layouts.under_ray.modes import ROOT
 
 NAMES = [
@@ -58,16 +58,20 @@ def test_a_failure_is_survived(runner: Runner, name: str) -> None:
 
 
 def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
+    """The moved rank's state comes from the memory of the other machine."""
     case = CASES["node"]
     places: list[list[str]] = []
 
     def note(event: dict[str, Any], job: Job) -> None:
         if event["event"] == "incarnation":
             places.append([slot.facts["node"] for slot in job.pool.assigned])
+        elif event["event"] == "failure":
+            shutil.rmtree(job._folder / "saved", ignore_errors=True)
 
     with several_nodes(run_dir) as there:
-        outcome = there.run("node", case, note)
+        outcome = there.run("node", case, note, memory_save_interval=EVERY)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
+    assert _first_steps(outcome) == [1, NEWEST + 1]
     before, after = places
     # A rank moved to another machine, and the other rank stayed.
     assert len(set(before)) == len(set(after)) == 2
@@ -114,8 +118,6 @@ def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
     assert [event["ranks"] for event in outcome.of("incarnation")] == [2, 1]
     assert outcome.of("fewer")[0]["wanted"] == 2
     assert max(outcome.losses) == STEPS
-    (state,) = outcome.of("state")
-    assert (state["source"], state["why"]) == ("checkpoint", "2 ranks became 1")
     second = [step["step"] for step in outcome.steps if step["incarnation"] == 1]
     assert second[0] == SAVE_EVERY + 1
 
@@ -137,7 +139,6 @@ def test_restarts_are_limited(runner: Runner) -> None:
 
 
 EVERY = 2
-# The last state before the strike may still be on its way to the actors.
 NEWEST = STRIKE - 1
 
 
@@ -163,17 +164,17 @@ def _first_steps(outcome: Outcome) -> list[int]:
     return list(first.values())
 
 
-def _sources(outcome: Outcome) -> list[str]:
-    return [event["source"] for event in outcome.of("state")]
-
-
 FROM_MEMORY = {
     "an actor": (
         Case(title="", faults=[_fault(1, "actor")], arguments=["--use-distributed-optimizer"]),
         NEWEST,
-        1,
     ),
-    "midway": (Case(title="", faults=[_fault(1, "kill", f"memory:{NEWEST}")]), NEWEST - EVERY, 0),
+    # Memory gets no state of the step between, which a checkpoint has.
+    "midway": (
+        Case(title="", faults=[_fault(rank, "kill", f"memory:{NEWEST}") for rank in (0, 1)]),
+        NEWEST - 2 * EVERY,
+    ),
+    "all actors": (Case(title="", faults=[_fault(0, "actor"), _fault(1, "actor")]), NEWEST),
     "tp2": (
         Case(
             title="",
@@ -182,7 +183,6 @@ FROM_MEMORY = {
             arguments=["--tensor-model-parallel-size", "2"],
         ),
         NEWEST,
-        1,
     ),
 }
 
@@ -193,37 +193,20 @@ FROM_MEMORY = {
 )
 def test_a_recovery_reads_no_checkpoint(runner: Runner, name: str) -> None:
     """``midway``: a state that is only partly stored is not used, but the state before it is."""
-    case, step, moved = FROM_MEMORY[name]
+    case, step = FROM_MEMORY[name]
     outcome = _run(runner, f"memory-{name.replace(' ', '-')}", case)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
-    (state,) = outcome.of("state")
-    assert (state["source"], state["moved"]) == ("memory", moved)
-    assert 0 < state["step"] <= step
-    assert _first_steps(outcome) == [1, state["step"] + 1]
-    assert outcome.state["failures"][0]["state"]["source"] == "memory"
+    assert _first_steps(outcome) == [1, step + 1]
     (recovered,) = outcome.of("recovered")
     assert "loaded" in recovered["phases"].seconds()
 
 
-def test_a_job_without_checkpoints_recovers(runner: Runner) -> None:
-    """Two failures in a row: the second comes before any step after the first."""
+def test_a_second_failure_before_a_step_is_survived(runner: Runner) -> None:
     faults = [_fault(1, "actor"), _fault(0, "kill", "start", incarnation=1)]
     case = Case(title="", faults=faults, incarnations=3, saves=False)
     outcome = _run(runner, "memory-alone", case)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
-    assert _sources(outcome) == ["memory", "memory"]
-    first, second = (state["step"] for state in outcome.of("state"))
-    assert 0 < first == second <= NEWEST
-    assert _first_steps(outcome) == [1, first + 1]
-
-
-def test_what_memory_lacks_is_read_from_the_checkpoint(runner: Runner) -> None:
-    case = Case(title="", faults=[_fault(0, "actor"), _fault(1, "actor")])
-    outcome = _run(runner, "memory-lost", case, disk=True)
-    assert problems(case, outcome, runner.uninterrupted(case)) == []
-    (state,) = outcome.of("state")
-    assert (state["source"], "lost" in state["why"]) == ("checkpoint", True)
-    assert _first_steps(outcome) == [1, SAVE_EVERY + 1]
+    assert _first_steps(outcome) == [1, NEWEST + 1]
 
 
 def test_ranks_that_fail_by_themselves_get_the_checkpoint_next(runner: Runner) -> None:
@@ -231,61 +214,37 @@ def test_ranks_that_fail_by_themselves_get_the_checkpoint_next(runner: Runner) -
     case = Case(title="", faults=faults, incarnations=3)
     outcome = _run(runner, "memory-refused", case, disk=True)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
-    assert _sources(outcome) == ["memory", "checkpoint"]
-    kept, refused = outcome.of("state")
-    assert f"from step {kept['step']} of it failed" in refused["why"]
     assert _first_steps(outcome) == [1, SAVE_EVERY + 1]
 
 
-def _kept(snapshots: Snapshots) -> set[tuple[int, int]]:
-    return set(snapshots.whole("job"))
+@pytest.mark.parametrize(
+    ("nodes", "jump"),
+    [("a", 0), ("aaa", 0), ("ab", 1), ("aa", 1), ("aabb", 2), ("abab", 1), ("aaaabbbb", 4)],
+)
+def test_copies_are_on_other_machines(nodes: str, jump: int) -> None:
+    assert jump_of(list(nodes)) == jump
 
 
-def test_only_whole_snapshots_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's state arrives in chunks; a transfer that stops midway is never used."""
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 1000)
-    snapshots = Snapshots()
-    snapshots.begin("job", 0, None)
-
-    def keep(step: int, chunks: Any) -> None:
-        for index, chunk in enumerate(chunks):
-            snapshots.add("job", 0, 3, step, index, chunk)
-
-    port = Port(keep, lambda step: snapshots.chunks("job", 3, step))
-    data = bytes(range(256)) * 10
-    with Keeper(port.name, 2) as target:
-        for start in range(0, len(data), 300):
-            target.write(memoryview(data)[start : start + 300])
-        target.finish()
-    with Keeper(port.name, 4) as target:
-        target.write(data)
-    assert snapshots.whole("job") == {(3, 2): len(data)}
-    assert [len(chunk) for chunk in snapshots.chunks("job", 3, 2)] == [1000, 1000, 560]
-    assert memory.fetch(port.name, 2) == data
-
-
-def test_needless_snapshots_are_dropped() -> None:
-    snapshots = Snapshots()
-
-    def add(job: str, number: int | None, rank: int, step: int) -> None:
-        for index, chunk in enumerate((b"x", b"")):
-            snapshots.add(job, number, rank, step, index, chunk)
-
-    add("other", None, 0, 4)
-    snapshots.begin("job", 0, None)
-    for step in (2, 4, 6):
-        add("job", 0, 0, step)
-        add("job", 0, 1, step)
-    snapshots.drop_before(4)
-    assert _kept(snapshots) == {(0, 4), (1, 4), (0, 6), (1, 6)}
-    assert snapshots.whole("other") == {}
-    # The next generation starts from step 4 and repeats step 6. Late chunks of the old step 6 are
-    # not mixed into the new state.
-    snapshots.begin("job", 1, 4)
-    add("job", 0, 1, 6)
-    assert _kept(snapshots) == {(0, 4), (1, 4)}
-    with pytest.raises(LookupError, match="rank 0, step 6"):
-        snapshots.chunks("job", 0, 6)
+def test_needless_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
+    kept = memory.Memory(2)
+    (first,) = kept.arguments(["node"])
+    memory.prepare(first, 0)
+    old = memory.folder_of(first)
+    assert old is not None and old.is_dir() and old.parents[1].stat().st_mode & 0o077 == 0
+    partly = old / "0" / "iter_0000002_0_local.dirty.pt"
+    partly.parent.mkdir()
+    for file in (partly, whole := partly.with_name("iter_0000002_0_local.pt")):
+        file.touch()
+    memory.prepare(kept.arguments(["node"])[0], 0)
+    assert whole.exists() and not partly.exists()
+    kept.start_anew()
+    (second,) = kept.arguments(["node"])
+    memory.prepare(second, 0)
+    new = memory.folder_of(second)
+    assert new is not None and new.is_dir() and not old.exists()
+    memory.clear(new)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bad_interval_is_named() -> None:
@@ -296,6 +255,8 @@ def test_a_bad_interval_is_named() -> None:
         dataclasses.replace(plain, memory_save_interval=0)
     with pytest.raises(ValueError, match="--use-torch-fsdp2"):
         Settings(entry="train.py", memory_save_interval=5, arguments=("--use-torch-fsdp2",))
+    with pytest.raises(ValueError, match="needs the script's --save"):
+        Settings(entry="train.py", memory_save_interval=5)
 
 
 # A killed driver is started again, and its job continues.

@@ -9,7 +9,7 @@
 ``rank_actor``     actors that own a rank's process, or a ``byteps-server`` process
 ``fork_server``    the process from which ranks are forked, with all modules imported
 ``rank_program``   the program in a rank's process, around the user's script
-``memory``         training state in the memory of actors
+``memory``         training state in the memory of machines
 ``profiling``      profiles chosen steps of chosen ranks with torch and BytePS, in a single file
 =================  ==================================================================
 

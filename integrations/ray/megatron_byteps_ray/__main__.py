@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--memory-save-interval",
         type=int,
         metavar="N",
-        help="keep training state in memory, on two actors, every N steps (default: do not)",
+        help="keep training state in memory, on two machines, every N steps (default: do not)",
     )
     add("--resume", action="store_true", help="keep the counts of a driver that was lost")
     add("--profile-folder", type=Path, help="profile some steps, for ui.perfetto.dev, to here")

@@ -9,7 +9,8 @@ needed.
 Actors connect to a Unix socket and send orders; messages come back. Both are JSON objects, one per
 line. This process does nothing else, so it answers even while a rank hangs. When a connection ends,
 its actor is gone, and the actor's rank is ended. If this process is killed, the kernel ends all
-ranks of the machine. It ends IDLE_S after the last actor.
+ranks of the machine. It ends IDLE_S after the last actor, and removes the training state that ranks
+kept in memory.
 
 Orders: ``start`` with ``environment``, ``folder``, ``log``, ``entry`` and ``arguments``; ``signal``
 with ``number``, to the rank's process group; ``tell`` with ``number``, to the rank alone. Messages:
@@ -32,9 +33,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from . import connect, rank_program, send
+from . import connect, memory, rank_program, send
 
 IDLE_S = 30.0
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -192,6 +194,8 @@ class _Client:
         if self._rank is not None or self._standby is None:
             self.send("ended", pid=0, status=1)  # The imports have failed meanwhile.
             return
+        if folder := memory.folder_of(order["arguments"]):
+            self._server.memory.add(folder)
         self._rank, self._standby = self._standby, None
         self._rank.order(order)
         self.send("started", pid=self._rank.pid)
@@ -225,6 +229,8 @@ class ForkServer:
     def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
         self.modules = modules
         self._listener = listener
+        self.memory: set[Path] = set()
+        """Folders of the training state that ranks keep in this machine's memory."""
         self._clients: list[_Client] = []
         self._selector = selectors.DefaultSelector()
         self.watch(listener.fileno(), self._accept)
@@ -288,7 +294,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business.
     for name in options.preload:
         importlib.import_module(name)
-    ForkServer(listener, options.modules).serve()
+    server = ForkServer(listener, options.modules)
+    server.serve()
+    for folder in server.memory:
+        memory.clear(folder)
     os.unlink(options.socket)
     return 0
 

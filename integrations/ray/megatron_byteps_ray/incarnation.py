@@ -93,20 +93,19 @@ class Incarnation:
         settings: Settings,
         servers: Servers,
         slots: Sequence[Slot],
-        arguments: Sequence[str],
+        arguments: Sequence[Sequence[str]],
         secret: str,
         phases: Phases | None,
         emit: Callable[..., None],
-        memory: Sequence[Mapping[str, Any]] = (),
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``memory``: for each rank, where its state is kept; see ``RankActor.start``. ``is_over``:
-        whether ranks without a step have nothing left to do."""
+        """``arguments``: of the script, for each rank. ``is_over``: whether ranks without a step
+        have nothing left to do."""
         self.number = number
         self._settings = settings
         self._servers = servers
         self._slots = list(slots)
-        self._arguments = list(arguments)
+        self._arguments = arguments
         self._secret = secret
         self._phases = phases
         self._emit = emit
@@ -118,10 +117,7 @@ class Incarnation:
         self._first: dict[int, float] = {}
         """End time of each rank's first step."""
         self._reports = StepReports()
-        self._memory = memory
         self._is_over = is_over
-        self._whole = 0
-        """Last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
         self._told = False
         self._metrics_port = 0
@@ -180,10 +176,8 @@ class Incarnation:
                 "folder": str(Path.cwd()),
                 "log": str(self._settings.folder.absolute() / "logs" / f"rank{rank}.log"),
                 "entry": self._settings.entry,
-                "arguments": self._arguments,
+                "arguments": list(self._arguments[rank]),
             }
-            if self._memory:
-                order["memory"] = self._memory[rank]
             started[slot.actor.start.remote(order)] = rank
         for ref, rank in started.items():
             try:
@@ -275,11 +269,6 @@ class Incarnation:
             self._hear(_CALL_S, again=False)
         if all(seen.get("step") for seen in self._seen):
             self._recovered()
-        whole = min(seen.get("kept", 0) for seen in self._seen)
-        if whole > self._whole:
-            size = sum(seen["kept_bytes"] for seen in self._seen)
-            self._emit("kept", step=whole, bytes=size, first=self._whole == 0)
-            self._whole = whole
 
     def _hear(self, limit_s: float, *, again: bool) -> None:
         refs = list(self._asked)
@@ -297,7 +286,7 @@ class Incarnation:
             self._seen[rank] = seen
             self._show(rank, seen)
             if again:
-                self._asked[self._slots[rank].actor.progress.remote(self._whole)] = rank
+                self._asked[self._slots[rank].actor.progress.remote()] = rank
 
     def _show(self, rank: int, seen: dict[str, Any]) -> None:
         for name in _MARKS:

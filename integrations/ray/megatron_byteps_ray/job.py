@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import ray
 
 from .cluster import JobError, Metrics, Pool, Slot
 from .incarnation import Incarnation, Phases
-from .recovery import FAILED, HUNG, LEFT, LOST, End, Failure, Recovery, Servers
+from .memory import Memory
+from .recovery import FAILED, HUNG, LEFT, LOST, End, Failure, Servers
 from .settings import Layout, Settings, metrics_of_ranks, option, write_metrics_list
 
 PROGRESS_S = 2.0
@@ -63,21 +64,6 @@ class Console:
         self._shown = 0.0
         return f"training again, after the failure:\n{event['phases'].table()}"
 
-    def _kept(self, event: dict[str, Any]) -> str:
-        if not event["first"]:
-            return ""
-        megabytes = event["bytes"] / 1e6
-        return f"  step {event['step']:6d}  in memory: {megabytes:.1f} MB; {event['where']}"
-
-    def _state(self, event: dict[str, Any]) -> str:
-        if event["source"] == "memory":
-            return (
-                f"state of step {event['step']} from memory: {event['bytes'] / 1e6:.1f} MB, "
-                f"{event['moved']} of {event['ranks']} ranks take it from another actor, "
-                f"{event['seconds']:.2f} s"
-            )
-        return f"state from the last checkpoint, if any, not from memory: {event['why']}"
-
     def _waiting(self, event: dict[str, Any]) -> str:
         return f"{event['available']} of {event['wanted']} ranks are ready: waiting for the others"
 
@@ -103,7 +89,7 @@ class Job:
     """Trains on the cluster that ``ray.init`` joined.
 
     ``listener`` is called with each event, a dict. Its ``event`` is ``opened``, ``incarnation``,
-    ``step``, ``kept``, ``failure``, ``state``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
+    ``step``, ``failure``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
     """
 
     def __init__(
@@ -143,8 +129,7 @@ class Job:
         self._secret = settings.secret()
         self._servers = Servers(settings, self.pool, self._secret)
         interval = settings.memory_save_interval
-        self._recovery = Recovery(interval) if interval is not None else None
-        self._from_memory = False
+        self._memory = Memory(interval) if interval is not None else None
 
     def run(self) -> None:
         """Train to the end.
@@ -159,10 +144,9 @@ class Job:
             phases = None
             while True:
                 slots = self._gather()
-                memory = self._memory(slots)
                 if phases is not None:
                     phases.end("replaced")
-                failure, steps, phases = self._live(slots, phases, memory)
+                failure, steps, phases = self._live(slots, phases)
                 if failure is None:
                     if self._settings.profile is not None:
                         self._servers.wait_end(_WRITE_S)
@@ -177,23 +161,8 @@ class Job:
             if self._owns_pool:
                 self.pool.close()
 
-    def _memory(self, slots: Sequence[Slot]) -> list[Mapping[str, Any]]:
-        """Return, for each rank, where its state is kept; after a failure, move states there."""
-        if self._recovery is None:
-            return []
-        state = self._recovery.prepare(slots, self.pool.warm())
-        if state is None and self._incarnation:
-            why = "the driver was started again, and its actors too"
-            state = {"source": "checkpoint", "why": why, "seconds": 0.0}
-        self._from_memory = state is not None and state["source"] == "memory"
-        if state is not None:
-            if self._failures:
-                self._failures[-1]["state"] = state
-            self._emit("state", incarnation=self._incarnation, **state)
-        return self._recovery.orders(self._incarnation, slots, self.pool.spares())
-
     def _live(
-        self, slots: Sequence[Slot], phases: Phases | None, memory: Sequence[Mapping[str, Any]]
+        self, slots: Sequence[Slot], phases: Phases | None
     ) -> tuple[Failure | None, int, Phases | None]:
         """Run a generation; return its failure, its steps, and the beginning of the next
         recovery."""
@@ -211,32 +180,34 @@ class Job:
             settings=self._settings,
             servers=self._servers,
             slots=slots,
-            arguments=self._arguments(),
+            arguments=self._arguments(slots),
             secret=self._secret,
             phases=phases,
             emit=self._emit,
-            memory=memory,
             is_over=self._is_over,
         )
         failure = life.run()
         if failure is None:
             return None, life.steps, None
-        if self._recovery is not None:
-            self._recovery.after(failure, life.steps)
+        failed = any(end.kind == FAILED for end in failure.causes)
+        if self._memory is not None and failed and not life.steps:
+            self._memory.start_anew()  # Its state may have caused the failure.
         recovery = Phases(failed_at=min(end.at for end in failure.causes))
         recovery.end("noticed", life.noticed_at)
         recovery.end("ended")
         return failure, life.steps, recovery
 
-    def _arguments(self) -> list[str]:
-        """Return the script's arguments; a restart loads the job's checkpoints even without
-        --load."""
+    def _arguments(self, slots: Sequence[Slot]) -> list[list[str]]:
+        """Return the script's arguments for each rank; a restart loads the job's checkpoints even
+        without --load."""
         arguments = list(self._settings.arguments)
         saved = option(arguments, "--save")
-        if self._from_memory and not saved:
-            saved = str(self._folder / "memory")  # Megatron loads only with a folder.
-        again = self._incarnation > 0 and saved and option(arguments, "--load") is None
-        return [*arguments, "--load", saved] if again and saved else arguments
+        if self._incarnation > 0 and saved and option(arguments, "--load") is None:
+            arguments += ["--load", saved]
+        if self._memory is None:
+            return [arguments] * len(slots)
+        own = self._memory.arguments([slot.facts["node"] for slot in slots])
+        return [[*arguments, *ours] for ours in own]
 
     # ----------------------------------------------------------------- after a failure
 
@@ -306,8 +277,6 @@ class Job:
             values["tokens_per_s"] = self._metrics.tokens_per_s
             with (self._folder / "steps.jsonl").open("a", encoding="utf-8") as record:
                 record.write(json.dumps(values) + "\n")
-        elif event == "kept" and self._recovery is not None:
-            values["where"] = self._recovery.where
         elif event == "recovered":
             spent = values["phases"].seconds()
             self._metrics.recovery(spent["total"])

@@ -16,13 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from byteps.launcher.child import Child, find_executable, port_of
 
-from . import memory
 from .rank_program import STACKS_SIGNAL
 from .settings import free_port, gpu_numbers, is_slice
 
@@ -80,9 +79,6 @@ class RankActor:
         self._log = self._folder / "fork-server.log"
         self._news: dict[str, Any] = {}
         self._steps: collections.deque[dict[str, Any]] = collections.deque(maxlen=10_000)
-        self._snapshots = memory.Snapshots()
-        self._keeps: dict[str, Any] = {}
-        self._port = memory.Port(self._keep, self._fetch)
         self._place = self._find_place(environment)
         self._connection = self._connect(preload, python_path, environment)
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
@@ -191,12 +187,7 @@ class RankActor:
         return free_port()
 
     def start(self, order: dict[str, Any]) -> None:
-        """Start the rank; see ``fork_server``.
-
-        ``memory`` (optional): ``job``, ``number`` of the generation, ``rank``, ``peer`` (the actor
-        for copies, or None), ``interval`` and ``restore`` (the step, or None).
-        """
-        order = {**order, "environment": {**order["environment"]}}
+        """Start the rank; see ``fork_server``."""
         with self._changed:
             if self._running:
                 raise RuntimeError("this actor's rank runs already")
@@ -208,14 +199,6 @@ class RankActor:
             self._news, now = {}, time.monotonic()
             self._news.update(beat=now, changed=now, doing="start", step=0, pushed=0, marks={})
             self._steps.clear()
-            self._keeps = order.pop("memory", {})
-            if self._keeps:
-                asked = {name: self._keeps[name] for name in ("interval", "restore")}
-                asked["socket"] = self._port.name
-                order["environment"][memory.VARIABLE] = json.dumps(asked)
-                self._snapshots.begin(
-                    self._keeps["job"], self._keeps["number"], self._keeps["restore"]
-                )
             self._order({"order": "start", **order})
 
     def _order(self, order: dict[str, Any]) -> None:
@@ -233,13 +216,9 @@ class RankActor:
                 "lines": last_lines(self._log),
             }
 
-    def progress(self, whole: int = 0) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Return the rank's progress: its steps since the last call, and how long it has been
-        silent.
-
-        ``whole``: a step of which every rank's snapshot is complete; older snapshots are dropped.
-        """
-        self._snapshots.drop_before(whole)
+        silent."""
         with self._changed:
             steps, now = list(self._steps), time.monotonic()
             self._steps.clear()
@@ -249,70 +228,12 @@ class RankActor:
                 "running": self._running,
                 "step": news.get("step", 0),
                 "pushed": news.get("pushed", 0),
-                "kept": news.get("kept", 0),
-                "kept_bytes": news.get("kept_bytes", 0),
                 "doing": news.get("doing", ""),
                 "marks": dict(news.get("marks", {})),
                 "silent_s": now - news.get("beat", now),
                 "unchanged_s": now - news.get("changed", now),
                 "steps": steps,
             }
-
-    # ----------------------------------------------------------------- snapshots
-
-    def _keep(self, step: int, chunks: Iterable[bytes]) -> None:
-        """Keep a snapshot of the rank, then copy it to the peer."""
-        keeps = self._keeps
-        job, number, rank = keeps["job"], keeps["number"], keeps["rank"]
-        count = 0
-        for index, chunk in enumerate(chunks):
-            self._snapshots.add(job, number, rank, step, index, chunk)
-            count += len(chunk)
-        if keeps["peer"] is not None:
-            # A lost peer ends the generation anyway.
-            with contextlib.suppress(LookupError):
-                self._send(keeps["peer"], job, number, rank, step)
-        with self._changed:
-            if self._keeps is keeps:
-                self._news.update(kept=step, kept_bytes=count)
-
-    def _fetch(self, step: int) -> list[bytes]:
-        try:
-            return self._snapshots.chunks(self._keeps["job"], self._keeps["rank"], step)
-        except LookupError as error:
-            raise EOFError(str(error)) from error
-
-    def _send(self, to: Any, job: str, number: int | None, rank: int, step: int) -> None:
-        """Copy a snapshot to another actor, chunk by chunk.
-
-        Raises:
-            LookupError: this actor does not have it, or the other actor is gone.
-        """
-        import ray
-
-        for index, chunk in enumerate([*self._snapshots.chunks(job, rank, step), b""]):
-            try:
-                ray.get(to.take_chunk.remote(job, number, rank, step, index, chunk))
-            except ray.exceptions.RayError as error:
-                raise LookupError(f"a copy was not taken: {error}") from error
-
-    def take_chunk(
-        self, job: str, number: int | None, rank: int, step: int, index: int, chunk: bytes
-    ) -> None:
-        """Receive a chunk of another actor's snapshot; see ``memory.Snapshots.add``."""
-        self._snapshots.add(job, number, rank, step, index, bytes(chunk))
-
-    def begin_snapshots(self, job: str, number: int, step: int | None) -> None:
-        """Start a generation in an actor without a rank; see ``memory.Snapshots.begin``."""
-        self._snapshots.begin(job, number, step)
-
-    def snapshots(self, job: str) -> dict[tuple[int, int], int]:
-        """Return the bytes of each complete snapshot here, by (rank, step)."""
-        return self._snapshots.whole(job)
-
-    def send_snapshot(self, to: Any, job: str, rank: int, step: int) -> None:
-        """Copy a snapshot to the actor whose rank starts from it."""
-        self._send(to, job, None, rank, step)
 
     def stacks(self) -> list[str]:
         """Make the rank write the stacks of its threads to its log; return the log's last lines."""

@@ -50,12 +50,11 @@ def run(order: dict[str, Any]) -> int:
     if "megatron.training" in sys.modules:
         _prepare_checkpoints()
         _watch_megatron()
-    memory.install()
+    memory.prepare(order["arguments"], int(os.environ["RANK"]))
     threading.Thread(target=_beat, name="progress", daemon=True).start()
     try:
         with profiled():
             call_entry(order["entry"], order["arguments"])
-        memory.finish()
         send("mark", mark="leaving")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):

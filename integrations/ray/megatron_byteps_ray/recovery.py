@@ -4,7 +4,6 @@ outlive failing ranks, and the training state, from actors' memory or the checkp
 from __future__ import annotations
 
 import re
-import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import ray
 
-from .cluster import Pool, Slot
+from .cluster import Pool
 from .settings import Settings, first_metrics_port, metrics_of_server
 
 # In order of likelihood as a cause: a lost machine makes others fail, but never the reverse.
@@ -250,149 +249,3 @@ class Servers:
             ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
         self.watched.clear()
         self._known = {}
-
-
-_ASK_S = 60.0
-_MOVE_S = 600.0
-
-
-class Recovery:
-    """Chooses peers for copies, and after a failure finds the newest state that all ranks have."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._job = secrets.token_hex(8)
-        self._ranks = 0
-        """Number of ranks of the generation before; 0: there was none."""
-        self._restored: int | None = None
-        self._refused = ""
-        self.where = ""
-        """Description of the places of copies, for messages."""
-
-    def after(self, failure: Failure, steps: int) -> None:
-        """Note the failure of a generation after `steps` steps. A state that causes failures is not
-        used twice."""
-        alone = any(end.kind == FAILED for end in failure.causes)
-        if self._restored is not None and not steps and alone:
-            self._refused = f"ranks that started from step {self._restored} of it failed"
-
-    def prepare(self, slots: Sequence[Slot], pool: Sequence[Slot]) -> dict[str, Any] | None:
-        """Move each rank's state to its actor, if there is a step with the states of all ranks.
-
-        Returns:
-            ``source`` (``memory`` or ``checkpoint``), ``seconds``, and either ``step``, ``bytes``,
-            ``moved`` (ranks whose state was on another actor) and ``ranks``, or the reason ``why``
-            not. None for the first generation.
-        """
-        before, self._restored = self._ranks, None
-        self._ranks = len(slots)
-        refused, self._refused = self._refused, ""
-        if not before:
-            return None
-        began = time.monotonic()
-        if not refused and before != len(slots):
-            refused = f"{before} ranks became {len(slots)}"
-        found = {} if refused else self._collect(slots, pool)
-        event = {"source": "checkpoint", "why": refused} if refused else found
-        return {**event, "seconds": time.monotonic() - began}
-
-    def _collect(self, slots: Sequence[Slot], pool: Sequence[Slot]) -> dict[str, Any]:
-        holders = self._ask(pool)
-        steps = {step for _, step in holders}
-        ranks = range(len(slots))
-        whole = [step for step in steps if all((rank, step) in holders for rank in ranks)]
-        if not whole:
-            return {"source": "checkpoint", "why": _what_is_missing(holders, ranks)}
-        step, size, moves = max(whole), 0, []
-        for rank, slot in enumerate(slots):
-            own = holders[rank, step]
-            size += next(iter(own.values()))
-            if slot.bundle not in own:
-                holder = next(other for other in pool if other.bundle in own)
-                moves.append(holder.actor.send_snapshot.remote(slot.actor, self._job, rank, step))
-        try:
-            ray.get(moves, timeout=_MOVE_S)
-        except ray.exceptions.RayError as error:
-            why = str(error).strip().splitlines()[-1]
-            return {
-                "source": "checkpoint",
-                "why": f"the state of step {step} did not arrive: {why}",
-            }
-        self._restored = step
-        counts = {"bytes": size, "moved": len(moves), "ranks": len(slots)}
-        return {"source": "memory", "step": step, **counts}
-
-    def _ask(self, pool: Sequence[Slot]) -> dict[tuple[int, int], dict[int, int]]:
-        """Return, by (rank, step), the bundles of the actors that have this state, with its
-        bytes."""
-        asked = {slot.actor.snapshots.remote(self._job): slot for slot in pool}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK_S)
-        holders: dict[tuple[int, int], dict[int, int]] = {}
-        for ref in answered:
-            try:
-                held = ray.get(ref)
-            except ray.exceptions.RayError:
-                continue  # The actor was lost meanwhile.
-            for key, size in held.items():
-                holders.setdefault(key, {})[asked[ref].bundle] = size
-        return holders
-
-    def orders(
-        self, number: int, slots: Sequence[Slot], spares: Sequence[Slot]
-    ) -> list[Mapping[str, Any]]:
-        """Return, for each rank of this generation, the instructions for its actor about its state.
-
-        Spares drop useless snapshots, and may hold copies.
-        """
-        begun = [
-            spare.actor.begin_snapshots.remote(self._job, number, self._restored)
-            for spare in spares
-        ]
-        if begun:
-            ray.wait(begun, num_returns=len(begun), timeout=_ASK_S)
-        peers = [_peer(rank, slots, spares) for rank in range(len(slots))]
-        apart = all(
-            peer is not None and peer.facts["node"] != slot.facts["node"]
-            for peer, slot in zip(peers, slots, strict=True)
-        )
-        self.where = (
-            "copies are on another machine"
-            if apart
-            else "some copies are on the same machine"
-            if all(peers)
-            else "there is no other actor for a copy"
-        )
-        return [
-            {
-                "job": self._job,
-                "number": number,
-                "rank": rank,
-                "peer": peer.actor if peer else None,
-                "interval": self._interval,
-                "restore": self._restored,
-            }
-            for rank, peer in enumerate(peers)
-        ]
-
-
-def _peer(rank: int, slots: Sequence[Slot], spares: Sequence[Slot]) -> Slot | None:
-    """Return the actor for copies of this rank's state: the next rank on another machine, otherwise
-    a spare there, otherwise the next rank, otherwise a spare."""
-    others = [slots[(rank + far) % len(slots)] for far in range(1, len(slots))]
-    # Spread over spares.
-    idle = [spares[(rank + far) % len(spares)] for far in range(len(spares))]
-    node = slots[rank].facts["node"]
-    apart = [slot for slot in [*others, *idle] if slot.facts["node"] != node]
-    return next(iter([*apart, *others, *idle]), None)
-
-
-def _what_is_missing(holders: Mapping[tuple[int, int], Any], ranks: Sequence[int]) -> str:
-    """Describe why there is no step with the states of all ranks."""
-    steps = [step for _, step in holders]
-    if not steps:
-        return "no rank's state was kept yet, or all of it was lost"
-    lost = [rank for rank in ranks if (rank, max(steps)) not in holders]
-    names = ", ".join(map(str, lost))
-    return (
-        f"the state of step {max(steps)} is not there for rank {names}, nor is an older one whole"
-    )

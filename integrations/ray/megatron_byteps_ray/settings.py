@@ -229,8 +229,12 @@ SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
 
 PRELOAD = ("torch", "byteps.torch", "megatron.training.training")
 """Modules that a Megatron script imports first."""
-_NO_MEMORY = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
-"""Arguments whose state is not in Megatron's own distributed checkpoints."""
+_NO_MEMORY = {
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--dpu-optimizer"),
+    *("--dist-ckpt-optim-fully-reshardable", "--no-save-optim", "--no-save-rng"),
+    *("--finetune", "--no-load-optim", "--no-load-rng"),
+}
+"""Arguments of jobs whose state Megatron's local checkpoints do not hold, or do not restore."""
 _PRELOAD_HUGGING_FACE = "megatron_byteps_hf.preload"
 
 
@@ -308,8 +312,8 @@ class Settings:
     max_fruitless: int = 3
     """Number of restarts in a row without a single step."""
     memory_save_interval: int | None = None
-    """Interval, in steps, for keeping each rank's training state in actors' memory. None: off.
-    Needs a script that uses Megatron's loop."""
+    """Interval, in steps, for keeping each rank's training state in the memory of machines. None:
+    off. Needs a script that uses Megatron's loop, and nvidia-resiliency-ext."""
     limits: Limits = Limits()
     profile: Profile | None = None
     """Profile to make, if any."""
@@ -332,6 +336,8 @@ class Settings:
                 )
             for name in _NO_MEMORY & {one.partition("=")[0] for one in self.arguments}:
                 raise ValueError(f"memory_save_interval does not go with {name}")
+            if option(self.arguments, "--save") is None:
+                raise ValueError("memory_save_interval needs the script's --save, too")
         if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
             raise ValueError(f"min_ranks must be from 1 to {self.ranks}, not {self.min_ranks}")
         beyond = [rank for rank in self.profile.ranks if rank >= self.ranks] if self.profile else []

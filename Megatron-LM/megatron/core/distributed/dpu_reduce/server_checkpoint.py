@@ -16,7 +16,7 @@ while training goes on. One rank of each group loads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -151,9 +151,6 @@ def _boxed(part: ShardedTensor, offset: Shape, size: Shape) -> ShardedTensor:
 
 SHARDING = "fully_reshardable"
 """Name of this format in the metadata of Megatron's checkpoints."""
-WHOLE = "dpu_optimizer_whole"
-"""Key in the metadata: the rank that loads the state also saves all of it. This is for copies of a
-rank's state that return to the same rank."""
 _PREFIX = "optimizer.state"
 
 
@@ -182,7 +179,6 @@ def sharded_state(
     slots: Sequence[str],
     steps: int,
     is_loading: bool,
-    is_whole: bool = False,
 ) -> dict[str, Any]:
     """Return this rank's part of the state of buckets, in the form of Megatron's checkpoints.
 
@@ -194,7 +190,6 @@ def sharded_state(
         steps: number of steps made.
         is_loading: return tensors to load into, on one rank of each group. Otherwise the returned
             tensors hold the servers' values.
-        is_whole: the rank that loads the state also saves all of it (see `WHOLE`).
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
@@ -203,12 +198,7 @@ def sharded_state(
     sharded = {id(one.data): one for one in nested_values(found)}
     state = {}
     for number, bucket in enumerate(buckets):
-        if is_loading:
-            part = _whole(bucket, sharded, slots, lambda slot, begin, end: torch.empty(end - begin))
-        elif is_whole:
-            part = _whole(bucket, sharded, slots, bucket.gather)
-        else:
-            part = _owned(bucket, sharded, slots)
+        part = _whole(bucket, sharded, slots) if is_loading else _owned(bucket, sharded, slots)
         state.update({f"{number}.{name}": value for name, value in part.items()})
     groups = [
         {key: value for key, value in group.items() if key != "params"} | {"step": steps}
@@ -222,23 +212,20 @@ def sharded_state(
 
 
 def _whole(
-    bucket: ServerBucket,
-    sharded: Mapping[int, Any],
-    slots: Sequence[str],
-    values: Callable[[int, int, int], torch.Tensor],
+    bucket: ServerBucket, sharded: Mapping[int, Any], slots: Sequence[str]
 ) -> dict[str, ShardedBase]:
-    """Return whole parameters if this rank loads them into the servers."""
+    """Return memory for whole parameters if this rank loads them into the servers."""
     if not bucket.is_first:
         return {}
     return {
         f"{place}.{name}": with_values(
             sharded[id(parameter)],
             f"{_PREFIX}.{name}.{sharded[id(parameter)].key}",
-            values(slot, begin, begin + parameter.numel()).view(parameter.shape),
+            torch.empty(parameter.shape),
             copy=bucket.local,
         )
-        for place, (begin, parameter) in enumerate(bucket.places)
-        for slot, name in enumerate(slots)
+        for place, (_, parameter) in enumerate(bucket.places)
+        for name in slots
     }
 
 

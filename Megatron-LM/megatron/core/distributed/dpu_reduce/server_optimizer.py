@@ -462,7 +462,6 @@ class ServerOptimizer(MegatronOptimizer):
                 slots=self._slots,
                 steps=self._machine.steps,
                 is_loading=is_loading,
-                is_whole=bool((metadata or {}).get(server_checkpoint.WHOLE)),
             )
             for buckets, groups in self._kinds()
         ]
