@@ -62,8 +62,10 @@ def _do(what: str, after: int = 0) -> None:
         _await(Path(what.partition(":")[2]).exists)
     elif what == "told":
         from megatron.core.distributed.dpu_reduce import replica_changes
+        from megatron.training import get_args, get_signal_handler
 
-        _await(replica_changes.told)
+        handler = get_signal_handler() if get_args().exit_signal_handler else None
+        _await(lambda: replica_changes.told() or (handler and handler._signal_received))
     elif what.startswith("joiner:"):
         from byteps.torch import members
 

@@ -32,7 +32,7 @@ from bench.ray_failures.cases import (
     problems,
     several_nodes,
 )
-from megatron_byteps_ray import memory
+from megatron_byteps_ray import incarnation, memory
 from megatron_byteps_ray.cluster import JobError, Pool
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.memory import jump_of
@@ -55,6 +55,9 @@ def test_a_failure_is_survived(runner: Runner, name: str) -> None:
     for recovered in outcome.of("recovered"):
         parts = recovered["phases"].seconds()
         assert {"noticed", "ended", "servers", "started", "groups", "step"} <= set(parts)
+    if case.blames.endswith("hung") and name != "frozen":  # A stopped process writes nothing.
+        for log in (outcome.folder / "logs").glob("rank?.log"):
+            assert "Current thread" in log.read_text()
 
 
 def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
@@ -120,6 +123,30 @@ def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
     assert max(outcome.losses) == STEPS
     second = [step["step"] for step in outcome.steps if step["incarnation"] == 1]
     assert second[0] == SAVE_EVERY + 1
+
+
+def test_a_job_leaves_a_machine_that_is_drained(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves a checkpoint after the step in which Ray drains the machine: none is repeated."""
+    away = {""}
+
+    def note(event: dict[str, Any], job: Job) -> None:
+        if event["event"] == "step" and event["incarnation"] == 0:
+            away.add(job.pool.assigned[0].facts["node"])
+        elif event["event"] == "failure":
+            away.clear()
+
+    monkeypatch.setattr(incarnation, "draining_nodes", lambda: away)
+    case = Case(
+        title="",
+        faults=[_fault(0, "told")],
+        arguments=["--exit-signal-handler"],
+        blames="rank 0 was told to end, and has left",
+    )
+    outcome = runner.run("drained", case, note)
+    assert problems(case, outcome, runner.uninterrupted(case)) == []
+    assert _first_steps(outcome) == [1, STRIKE + 1]
 
 
 def test_a_job_that_never_makes_a_step_is_given_up(runner: Runner) -> None:

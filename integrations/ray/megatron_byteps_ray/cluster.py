@@ -167,7 +167,7 @@ class Pool:
         self._byteps_bundles = settings.servers + 1 if settings.servers else 0
         self._group: Any = None
         self._draining: set[str] = set()
-        """Nodes that are being drained, on which no replica is restarted."""
+        """Nodes that are being drained, on which no rank is started."""
 
     # ----------------------------------------------------------------- opening and closing
 
@@ -265,8 +265,7 @@ class Pool:
         Raises:
             JobError: actors in the same bundle repeatedly fail to import modules.
         """
-        if self._settings.is_replica:
-            self._draining = draining_nodes()
+        self._draining = draining_nodes()
         pending = [slot for slot in self._slots if not slot.warm]
         refs = [slot.warm_ref for slot in pending]
         done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()

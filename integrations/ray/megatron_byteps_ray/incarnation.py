@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from .cluster import Slot, draining_nodes
-from .recovery import FAILED, HUNG, LOST, End, Failure, Servers
+from .recovery import FAILED, HUNG, LEFT, LOST, End, Failure, Servers
 from .settings import (
     Settings,
     first_metrics_port,
@@ -119,7 +119,8 @@ class Incarnation:
         self._reports = StepReports()
         self._is_over = is_over
         self._finished: set[int] = set()
-        self._told = False
+        self._told: list[int] = []
+        """Ranks that were told to end, because their machines are being drained."""
         self._metrics_port = 0
         """First metrics port of the ranks; 0: metrics are off."""
         self._drains_due = 0.0
@@ -133,6 +134,11 @@ class Incarnation:
         try:
             if self._start():
                 self._watch()
+            if not self._ends and not self._settings.is_replica:
+                # All ranks of the job have saved a checkpoint and ended in good order.
+                self._ends = [
+                    End(who=f"rank {rank}", kind=LEFT, at=time.time()) for rank in self._told
+                ]
             if not self._ends:
                 return None
             self.noticed_at = self.noticed_at or time.time()
@@ -222,7 +228,7 @@ class Incarnation:
             self._take_progress()
             if not self._ends:
                 self._look_for_hangs()
-            if self._settings.is_replica and not self._told:
+            if self._settings.leaves_when_told and not self._told:
                 self._tell_draining()
             if not (self._ends or self._first or self._finished) and self._is_over():
                 why = "the others had trained to the end before it joined them"
@@ -328,15 +334,14 @@ class Incarnation:
             self._emit("recovered", incarnation=self.number, phases=phases)
 
     def _tell_draining(self) -> None:
-        """Make the replica leave if a machine of it is being drained."""
+        """Make the replica or the job leave if a machine of it is being drained."""
         if time.monotonic() < self._drains_due:
             return
         self._drains_due = time.monotonic() + _DRAINS_S
         away = draining_nodes()
-        leave = [slot for slot in self._slots if slot.facts["node"] in away]
-        self._told = bool(leave)
-        for slot in leave:
-            slot.actor.tell_to_end.remote()
+        self._told = [rank for rank, slot in enumerate(self._slots) if slot.facts["node"] in away]
+        for rank in self._told:
+            self._slots[rank].actor.tell_to_end.remote()
 
     # ----------------------------------------------------------------- hangs
 
@@ -389,10 +394,13 @@ class Incarnation:
         return [rank for rank in running if done[rank] == least]
 
     def _hung(self, ranks: Sequence[int], why: str) -> None:
-        asked = [self._slots[rank].actor.stacks.remote() for rank in ranks]
-        for rank, ref in zip(ranks, asked, strict=True):
+        """Blame these ranks; every rank writes its stacks to its log, since the blamed ones may
+        wait for another."""
+        asked = [slot.actor.stacks.remote() for slot in self._slots]
+        ray.wait(asked, num_returns=len(asked), timeout=_CALL_S)
+        for rank in ranks:
             try:
-                lines = ray.get(ref, timeout=_CALL_S)
+                lines = ray.get(asked[rank], timeout=0)
             except ray.exceptions.RayError:
                 lines = []
             at = time.time() - self._seen[rank].get("unchanged_s", 0.0)

@@ -371,6 +371,12 @@ class Settings:
         """Return whether the job is a replica of several that train the same model."""
         return "BYTEPS_REPLICA" in self.environment
 
+    @property
+    def leaves_when_told(self) -> bool:
+        """Return whether ranks that get SIGTERM end in good order: a replica's, and those of a
+        script that saves a checkpoint then."""
+        return self.is_replica or "--exit-signal-handler" in self.arguments
+
     def secret(self) -> str:
         """Return the job's secret: the environment's, otherwise a new one; empty without
         authentication.
