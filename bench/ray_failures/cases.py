@@ -265,7 +265,7 @@ def pool_settings(
         preload=(*preload, "pretrain_dpu_gpt"),
     )
     # Megatron's local checkpoints need this package, which is in none of the environments.
-    command = [ROOT / "scripts/tools.sh", "nvrx"]
+    command = [str(ROOT / "scripts/tools.sh"), "nvrx"]
     package = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return replace(settings, python_path=(*settings.python_path, package))
 
