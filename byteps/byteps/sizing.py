@@ -8,8 +8,6 @@ where the figures come from and how to measure your own.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
 import re
 import sys
@@ -378,7 +376,6 @@ def _parser() -> argparse.ArgumentParser:
         "--machines", "--servers", type=int, metavar="K",
         help="spare machines for servers; 0: servers on the workers' hosts (default: compare)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -398,33 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = choices(training, machines, options.machines)
     except ValueError as error:
         parser.error(str(error))
-    if options.json:
-        print(json.dumps(_json(found), indent=1))
-    else:
-        print(render(found, options.parameters))
+    print(render(found, options.parameters))
     return 0
-
-
-def _json(found: Sequence[Choice]) -> dict[str, object]:
-    chosen, rows = advised(found), []
-    for one in found:
-        for row in one.found.by_servers():
-            rows.append(
-                {
-                    **{
-                        name: getattr(row, name)
-                        for name in ("flags", "wire", "seconds", "gain", "loss")
-                    },
-                    "servers": dataclasses.asdict(one.found.network.servers),
-                    "needs": dataclasses.asdict(one.needs(row)),
-                }
-            )
-    return {
-        "plain_seconds": chosen.found.plain.seconds,
-        "rows": rows,
-        "machines": chosen.spare,
-        "answer": answer(chosen.found),
-    }
 
 
 if __name__ == "__main__":

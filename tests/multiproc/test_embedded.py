@@ -372,28 +372,6 @@ def test_interrupt_ends_everything(job: Started) -> None:
     job.demand_no_process()
 
 
-def test_needs_torch_distributed(make_cluster: Callable[..., Cluster]) -> None:
-    """With several ranks and no process group, the error says what to do."""
-    cluster = make_cluster(workers=2)
-    unset = dict.fromkeys(CLUSTERS_OWN)
-    worker = cluster.start_worker(0, "failures:init_only", env=unset)
-    assert worker.wait(END_S) == 1
-    assert re.search("BytePSError: .*init_process_group.*DMLC_PS_ROOT_URI", worker.text)
-
-
-@pytest.mark.parametrize("value", ["0", "2x", ""])
-def test_bad_number_of_servers(make_cluster: Callable[..., Cluster], value: str) -> None:
-    cluster = make_cluster(workers=1)
-    unset = dict.fromkeys(CLUSTERS_OWN)
-    env = {**unset, "BYTEPS_EMBEDDED_SERVERS": value}
-    worker = cluster.start_worker(0, "failures:init_only", env=env)
-    assert worker.wait(END_S) == 1
-    assert re.search(
-        rf"BytePS\w*Error: .*BYTEPS_EMBEDDED_SERVERS=.?{re.escape(value)}", worker.text
-    )
-    assert not list(cluster.folder.glob("byteps-embedded-*"))
-
-
 # torchrun for a replica that gets SIGTERM: it is not restarted, and the exit status says why.
 
 

@@ -40,11 +40,29 @@ def test_own_place_on_the_host_comes_first() -> None:
     assert LocalPlace.own({"LOCAL_RANK": "1"}, "host").local is None
 
 
-def test_a_worker_of_several_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rank", "wanted"),
+    [(None, "needs RANK: start it with torchrun"), ("0", "init_process_group.*DMLC_PS_ROOT_URI")],
+)
+def test_a_worker_of_several_needs_a_rank_and_a_store(
+    rank: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (*CLUSTERS_OWN, "RANK", "DMLC_WORKER_ID"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match=r"needs RANK: start it with torchrun"):
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(RuntimeError, match=wanted):
         embedded.start_if_needed(0, 4)
+
+
+@pytest.mark.parametrize("value", ["0", "2x", ""])
+def test_bad_number_of_servers(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CLUSTERS_OWN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BYTEPS_EMBEDDED_SERVERS", value)
+    with pytest.raises(RuntimeError, match=f"BYTEPS_EMBEDDED_SERVERS=.?{value}"):
+        embedded.start_if_needed(0, 1)
+    assert not embedded.is_running()
 
 
 @pytest.mark.parametrize(
@@ -357,28 +375,22 @@ class TestChild:
         assert child.last_lines() == ["hello"]
         assert capfd.readouterr().err == ""
 
-    def test_failure_is_shown_with_the_end_of_its_log(
-        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        code = "for i in range(100): print('line', i)\nraise SystemExit(3)"
-        child = self.start(tmp_path, code)
-        assert child.wait(time.monotonic() + 30)
-        assert (child.status, child.failed) == (3, True)
-        said = capfd.readouterr().err
-        assert "helper ended with exit status 3" in said
-        assert "line 99" in said and "line 79" not in said
-
     @pytest.mark.parametrize(
-        ("severity", "shown"), [("INFO", ""), ("ERROR", ": worker 0 (h) failed: ValueError")]
+        ("line", "shown"),
+        [
+            ("ValueError: bad", ": ValueError: bad"),
+            ("2026-11-30T06:13:58Z INFO server - h f.cc:1: has left", ""),
+            ("2026-11-30T06:13:58Z ERROR server - h f.cc:1: worker 0 failed", ": worker 0 failed"),
+        ],
     )
     def test_its_own_error_is_shown_and_no_news(
-        self, severity: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self, line: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        line = f"2026-11-30T06:13:58Z {severity} server - h f.cc:1: worker 0 (h) failed: ValueError"
-        child = self.start(tmp_path, f"print({line!r})\nraise SystemExit(1)")
+        child = self.start(tmp_path, f"print('line 1')\nprint({line!r})\nraise SystemExit(3)")
         assert child.wait(time.monotonic() + 30)
+        assert (child.status, child.failed) == (3, True)
         (said,) = capfd.readouterr().err.splitlines()
-        assert said.endswith(f"helper ended with exit status 1{shown}; its log is {child.log}")
+        assert said.endswith(f"helper ended with exit status 3{shown}; its log is {child.log}")
 
     def test_signal_that_we_sent_is_no_failure(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import replace
@@ -246,16 +245,6 @@ def test_a_script_without_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     own = next(line for line in said.splitlines() if line.startswith("Without spare machines"))
     assert "BYTEPS_C10D_WIRE_DTYPE=int8 (1.97 x)" in own
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sizing.main(["--parameters", "1B", "--hosts", "4", "--link-gbps", "10", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [row["servers"]["extra"] for row in said["rows"]] == [
-        n for n in (0, 1, 2, 4) for _ in "abc"
-    ]
-    assert said["machines"] == 4 and said["answer"].startswith("in 16 bits or more: add --use")
-    assert said["rows"][-1]["wire"] == "int4" and said["rows"][-1]["needs"]["server_cores"] > 1
 
 
 def test_table_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,12 +54,15 @@ def own_address(
 
         return c_lib.interface_address(env["DMLC_INTERFACE"])
     master = env.get("MASTER_ADDR") or _host_of(store)
-    own = _address_towards(master) if master else ""
+    try:
+        own = _address_towards(master) if master else ""
+    except OSError as error:
+        raise byteps_error(f"embedded mode: no path to MASTER_ADDR={master!r}: {error}") from None
     reachable = [other for other in others if other and not _is_loopback(other)]
     if own and not (_is_loopback(own) and reachable):
         return own
     for target in (*reachable, *ELSEWHERE, os.uname().nodename):
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(OSError):
             own = _address_towards(target)
             if not _is_loopback(own):
                 return own
@@ -83,18 +86,27 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def default_addresses() -> list[str]:
+    """Return the addresses of this host on its default routes, IPv4 and IPv6."""
+    found = []
+    for target in ELSEWHERE:
+        with contextlib.suppress(OSError):
+            found.append(_address_towards(target))
+    return found
+
+
 def _address_towards(host: str) -> str:
-    """Return the local address from which packets to `host` leave. No packet is sent."""
-    failure: OSError | None = None
-    try:
-        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        targets, failure = [], error
-    for family, kind, _, _, target in targets:
+    """Return the local address from which packets to `host` leave. No packet is sent.
+
+    Raises:
+        OSError: no path leads there.
+    """
+    failure = OSError("it has no address")
+    for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
         except OSError as error:
             failure = error
-    raise byteps_error(f"embedded mode: no path to MASTER_ADDR={host!r}: {failure}")
+    raise failure

@@ -77,7 +77,7 @@ def start_if_needed(
     joins = bool(os.environ.get("DMLC_PS_ROOT_URI"))
     if joins and not of_torch:
         return {}
-    place = LocalPlace.own(os.environ, host_name(setting("BYTEPS_HOST_ID", str)))
+    place = LocalPlace.own(os.environ, host_name())
     if not joins:
         demand_no_cluster(os.environ)
     if size > 1 and not of_torch and not {"RANK", "DMLC_WORKER_ID"} & os.environ.keys():

@@ -41,13 +41,13 @@ def setting[T: (bool, float, int, str)](
     return figures.setting(name, kind, given)
 
 
-def host_name(given: str) -> str:
-    """Get a name that identifies this host: `given` (BYTEPS_HOST_ID), or the host name and the
-    kernel's boot id.
+def host_name() -> str:
+    """Return a name that identifies this host: BYTEPS_HOST_ID, or the host name and the kernel's
+    boot id.
 
     Ranks with the same name are assumed to share a NIC and to reach each other without it.
     """
-    if given:
+    if given := setting("BYTEPS_HOST_ID", str):
         return given
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()

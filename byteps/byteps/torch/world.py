@@ -14,18 +14,13 @@ from typing import NamedTuple
 import torch
 from byteps.cost_model import Servers
 from byteps.launcher import embedded, places
-from byteps.launcher.places import LocalPlace
+from byteps.launcher.places import LocalPlace, host_name
 from byteps.torch import c_lib, engine, operations, session
 from byteps.torch.figures import setting
 from byteps.torch.routes import Network
 from byteps.torch.session import BytePSError
 
 __all__ = ["barrier", "num_servers"]
-
-
-def host_name() -> str:
-    """Return the name of this host in the job: see `places.host_name`."""
-    return places.host_name(setting("BYTEPS_HOST_ID", str))
 
 
 def find_place(

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from byteps.launcher.places import host_name
 from byteps.trial.reports import Settings, tell
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -132,7 +133,7 @@ class Meter:
             "joined": _is_joined(),
             "pushed": _pushed_bytes(),
             "launch": self._settings.token,
-            "host": _host(),
+            "host": host_name(),
         }
         if dist.is_initialized() and dist.get_world_size() > 1:
             all_, is_first = self._exchange(own)
@@ -276,12 +277,6 @@ def _pushed_bytes() -> int:
     from byteps.torch import figures
 
     return int(figures.get_metrics()["byteps_worker_pushed_bytes_total"])
-
-
-def _host() -> str:
-    from byteps.launcher.places import host_name, setting
-
-    return host_name(setting("BYTEPS_HOST_ID", str))
 
 
 def _addresses(store: Any, settings: Settings) -> list[str]:

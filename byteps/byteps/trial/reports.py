@@ -7,12 +7,12 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from byteps.launcher.addresses import ELSEWHERE
+from byteps.launcher.addresses import default_addresses
 
 VARIABLE = "BYTEPS_TRIAL"
 """Environment variable that makes ranks measure their steps; an internal one of
@@ -66,7 +66,7 @@ class Desk:
             skipped=skipped,
             number=0,
             port=self._socket.getsockname()[1],
-            hosts=(*LOOPBACKS, socket.gethostname(), *_default_addresses()),
+            hosts=(*LOOPBACKS, socket.gethostname(), *default_addresses()),
             token=secrets.token_hex(16),
         )
         threading.Thread(target=self._accept, name="byteps-trial", daemon=True).start()
@@ -90,15 +90,6 @@ class Desk:
             message = json.loads(connection.makefile("rb").readline())
             if secrets.compare_digest(str(message.pop("token")), self.settings.token):
                 connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
-
-
-def _default_addresses() -> Iterator[str]:
-    """Return the addresses of this host on its default routes, because other hosts may not know its
-    name."""
-    for family, elsewhere in zip((socket.AF_INET, socket.AF_INET6), ELSEWHERE, strict=True):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))  # sends nothing
-            yield probe.getsockname()[0]
 
 
 def _listen() -> socket.socket:
