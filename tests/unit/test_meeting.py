@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from byteps.launcher.meeting import AbsentError, meet
+from byteps.torch.c10d.reductions import _exchange
+from byteps.torch.world import Told
 
 LIMIT_S = 60.0
 """Limit in seconds, against hangs."""
@@ -80,3 +83,31 @@ def test_no_first_member() -> None:
 
 def test_one_alone() -> None:
     assert meet(dist.HashStore(), "name", 0, 1, time.monotonic()).startswith("byteps/name/")
+
+
+class _LateStore:
+    """A store to which messages of ranks take a while."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def set(self, key: str, value: str) -> None:
+        if "/told/" in key and value and not key.endswith("/0"):
+            time.sleep(0.2)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_hosts_are_read_once_all_ranks_have_told_theirs() -> None:
+    store, deadline = _LateStore(), time.monotonic() + LIMIT_S
+    told = [Told(host, 0.0, -1, 0, True, [], []) for host in ("a", "b", "c")]
+
+    def exchange(rank: int) -> tuple[Sequence[Told], str]:
+        return _exchange(store, rank, 3, told[rank], deadline)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(exchange, range(3)))
+    assert [names for names, _ in found] == [told] * 3
+    assert len({nonce for _, nonce in found}) == 1

@@ -221,17 +221,6 @@ def test_no_advice_for_what_is_no_size_or_cannot_help(
     assert "Answer" not in said.out
 
 
-@pytest.mark.parametrize("links", ["--link-gbps 400 --nics 8", "--link-gbps 400"])
-def test_links_that_tcp_cannot_fill_stay_with_nccl(
-    links: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A server counts with the fastest link over which TCP was measured."""
-    assert sizing.main(f"--parameters 7B --hosts 8 --gpus 8 {links}".split()) == 0
-    said = capsys.readouterr().out
-    assert "TCP is counted with 100 Gbit/s of a machine" in said
-    assert said.rstrip().endswith("change nothing: no servers are faster than plain Megatron")
-
-
 def test_a_script_without_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--for ddp --parameters 1B --hosts 4 --link-gbps 10 --machines"
     assert sizing.main(f"{words} 0".split()) == 0
@@ -258,6 +247,7 @@ def test_table_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().out
         if "change nothing" in said and "with fewer bits" not in said:
             assert shown.startswith("NCCL |")
+            assert "TCP is counted with 100 Gbit/s of a machine" in said
             continue
         row = r"^ +0 +- +1 +(int\d) .*?(\d\.\d\d) +[0-9.]+ +- +(\d+)"
         found = re.findall(row, said, re.MULTILINE)

@@ -131,18 +131,16 @@ def _exchange(
     values.
     """
     try:
-        prefix = meeting.meet(store, "c10d", rank, size, deadline)
+        if rank == 0:
+            prefix, told = meeting.gather(store, "c10d", size, deadline)
+            store.set(f"{prefix}/all", json.dumps([mine, *map(json.loads, told)]))
+        else:
+            prefix = meeting.tell(store, "c10d", rank, json.dumps(mine), deadline)
     except meeting.AbsentError as error:
         raise session.BytePSError(
             f"ranks {error.members} did not come to tell their hosts (BYTEPS_START_TIMEOUT_S)"
         ) from None
-    store.set(f"{prefix}/told/{rank}", json.dumps(mine))
-    everything = f"{prefix}/told"
-    if rank == 0:
-        keys = [f"{prefix}/told/{other}" for other in range(size)]
-        if meeting.wait_for(store, keys, deadline):
-            told = [json.loads(text) for text in store.multi_get(keys)]
-            store.set(everything, json.dumps(told))
+    everything = f"{prefix}/all"
     if not meeting.wait_for(store, [everything], deadline):
         raise session.BytePSError("ranks did not tell their hosts (BYTEPS_START_TIMEOUT_S)")
     # The prefix ends with the nonce that rank 0 drew for this exchange.
