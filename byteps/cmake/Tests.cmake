@@ -46,6 +46,7 @@ if(GTest_FOUND)
     tests/net/link/peer_table_test.cc
     tests/net/link/rdma_choice_test.cc
     tests/net/membership/node_membership_test.cc
+    tests/net/membership/node_return_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
     tests/net/rdma/outbox_test.cc

@@ -1,10 +1,7 @@
-// Tests of the parts of membership: messages, the roster, the heartbeat thread, and a node whose
-// scheduler returns.
+// Tests of the parts of membership: messages, the roster, and the heartbeat thread.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -16,13 +13,11 @@
 #include "byteps/net/membership/heartbeat_thread.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/membership_settings.h"
-#include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/refusal.h"
 #include "byteps/net/membership/replica_view.h"
 #include "byteps/net/membership/roster.h"
 #include "byteps/net/membership/roster_policy.h"
 #include "byteps/net/membership/words.h"
-#include "ps/internal/postoffice.h"
 #include "tests/net/membership/membership_test.h"
 
 namespace ps {
@@ -261,14 +256,12 @@ TEST_F(Beats, WhatIsDueIsDoneOnce) {
 
 TEST_F(Beats, StopNeedsNoStart) { thread_.Stop(); }
 
-// ----- registrations, and nodes whose scheduler has died
-
-using membership::Account;
+// ----- registrations
 
 TEST(MembershipProtocol, ARegistrationIsReadAsItWasMade) {
   membership::Registration registration;
   registration.claim = {membership::kProtocol, 7, -1, 25'000, 2, 1, true};
-  Account& account = registration.account;
+  membership::Account& account = registration.account;
   account.job = 0xffff'ffff'ffff'0001;
   account.life = 3;
   account.is_late = true;
@@ -299,143 +292,6 @@ TEST(MembershipProtocol, AnotherVersionIsToldByItsNumberAlone) {
             membership::kProtocol);
   wrong.account.life = 1;  // without a job
   EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol, -1);
-}
-
-// ------------------------------------------------------------------ nodes
-
-class NodeReturnTest : public testing::Test {
- protected:
-  void JoinAs(Node::Role role, double return_s = 600) {
-    membership_.reset();  // its thread uses the links
-    role_ = role;
-    joined_ = false;
-    links_ = std::make_unique<RecordedLinks>(role);
-    links_->on_send = [this](const Message& message) {
-      if (message.meta.control.cmd != Control::ADD_NODE || joined_) return;
-      joined_ = true;
-      Welcome(1);
-      Say(Control::ADD_NODE, membership::Pack(membership::Beginning{25'000, false, {}}));
-    };
-    MembershipSettings settings;
-    settings.workers = settings.servers = 1;
-    settings.rank = 0;
-    settings.peer_timeout_s = 600;
-    settings.scheduler_return_s = return_s;
-    membership_ = std::make_unique<NodeMembership>(links_.get(), settings,
-                                                   [this](const MembershipEvent& event) {
-                                                     MutexLock lock(&mu_);
-                                                     if (event.kind == MembershipEvent::kFailed) {
-                                                       failure_ = event.reason;
-                                                       cond_.NotifyAll();
-                                                     }
-                                                   });
-    membership_->Join();
-  }
-  void Say(Control::Command command, const std::string& body, const std::vector<Node>& nodes = {}) {
-    Message message;
-    message.meta.sender = kScheduler;
-    message.meta.control.cmd = command;
-    message.meta.control.node = nodes;
-    message.meta.body = body;
-    membership_->Handle(message);
-  }
-  void Welcome(int life) {
-    Node self = links_->self();
-    self.id = role_ == Node::WORKER ? Postoffice::WorkerRankToID(0) : Postoffice::ServerRankToID(0);
-    if (role_ == Node::WORKER) self.aux_id = 0;
-    Say(Control::WELCOME, membership::Pack(membership::Welcome{1, life}), {self});
-  }
-  // Ends the scheduler. Returns this node's account from its next registration.
-  Account LoseScheduler(size_t attempts = 2) {
-    membership_->OnDisconnect(kScheduler);
-    const auto said = links_->Await(kScheduler, Control::ADD_NODE, attempts);
-    return membership::ParseRegistration(said.back().meta.body).account;
-  }
-  std::string AwaitFailure() {
-    MutexLock lock(&mu_);
-    cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return !failure_.empty(); });
-    return failure_;
-  }
-
-  Node::Role role_ = Node::WORKER;
-  bool joined_ = false;
-  std::unique_ptr<RecordedLinks> links_;
-  std::unique_ptr<NodeMembership> membership_;
-  Mutex mu_;
-  CondVar cond_;
-  std::string failure_ PS_GUARDED_BY(mu_);
-};
-
-TEST_F(NodeReturnTest, AServerTellsWhatItKnows) {
-  JoinAs(Node::SERVER);
-  Node worker;
-  worker.role = Node::WORKER;
-  worker.id = Postoffice::WorkerRankToID(3);
-  worker.aux_id = 3;
-  worker.port = 0;
-  Say(Control::NODE_LEFT, "", {worker});
-  Say(Control::MEMBERS, Word(ReplicaView{4, 5, "10", "00", {0, 0}, {-1, -1}, ""}));
-  const Account account = LoseScheduler();
-  EXPECT_EQ(account.job, links_->job());
-  EXPECT_EQ(account.life, 1);
-  EXPECT_EQ(account.left, std::set<int>{3});
-  EXPECT_EQ(account.replicas.epoch, 5);
-}
-
-TEST_F(NodeReturnTest, WhatWasAskedIsAskedAgain) {
-  JoinAs(Node::WORKER);
-  Say(Control::MEMBERS, Word(ReplicaView{2, 5, "10", "01", {0, 5}, {-1, -1}, ""}));
-  membership_->SayOfReplica(membership::Admit{1, 5});
-  LoseScheduler();
-  const int before = links_->CountTo(kScheduler, Control::MEMBERS);
-  membership_->SayOfReplica(membership::Admit{1, 5});  // nobody is there to hear it
-  EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before);
-  Welcome(2);
-  EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
-  Say(Control::MEMBERS, Word(ReplicaView{2, 7, "11", "00", {0, 5}, {-1, -1}, ""}));
-  LoseScheduler(3);
-  Welcome(3);  // the request was answered
-  EXPECT_EQ(links_->CountTo(kScheduler, Control::MEMBERS), before + 1);
-}
-
-TEST_F(NodeReturnTest, AFarewellIsSaidAgain) {
-  for (const char* failure : {"", "exit status 3"}) {
-    JoinAs(Node::WORKER);
-    std::thread leaver([&] { membership_->Leave({false, failure, ""}); });
-    links_->Await(kScheduler, Control::LEAVE, 1);
-    LoseScheduler();
-    Welcome(2);
-    const auto said = links_->Await(kScheduler, Control::LEAVE, 2);
-    EXPECT_EQ(said[1].meta.body, said[0].meta.body);
-    Say(Control::NODE_LEFT, "", {links_->self()});
-    leaver.join();
-  }
-}
-
-TEST_F(NodeReturnTest, OneThatDoesNotReturnInTimeFailsTheJob) {
-  JoinAs(Node::WORKER, 0.05);
-  membership_->OnDisconnect(kScheduler);
-  EXPECT_EQ(AwaitFailure(),
-            "scheduler (10.0.0.1:9000) was lost: its connection closed; it did not return within "
-            "0.1 s (BYTEPS_SCHEDULER_RETURN_S=0.05)");
-}
-
-TEST_F(NodeReturnTest, AnEarlierSchedulerIsNotHeard) {
-  JoinAs(Node::WORKER);
-  LoseScheduler();
-  Welcome(4);
-  LoseScheduler(3);
-  Welcome(3);
-  EXPECT_EQ(AwaitFailure(),
-            "an earlier scheduler answers at scheduler (10.0.0.1:9000) than the one that this node "
-            "has heard");
-}
-
-TEST_F(NodeReturnTest, ARefusalIsAnEnd) {
-  JoinAs(Node::WORKER);
-  LoseScheduler();
-  Say(Control::REFUSED, "worker 0 was refused by the scheduler: it is in another job");
-  EXPECT_EQ(AwaitFailure(), "worker 0 was refused by the scheduler: it is in another job");
 }
 
 }  // namespace
