@@ -74,7 +74,7 @@ void Job::Run() {
     if (network_.admitted() > 0 && !returned_) {
       wrong_ = "the scheduler still waits, though workers had come";
     }
-    if (users_.count(0)) std::shared_ptr<NodeUser>(users_[0])->End(false);
+    if (users_.count(0)) std::shared_ptr<ServingNode>(users_[0])->End(false);
   }
   for (auto& thread : kept) thread.join();
   {
@@ -147,37 +147,38 @@ bool Job::failed() const {
 
 // ------------------------------------------------------------------- nodes
 
-void Job::NodeUser::OnMessage(core::Message* message) {
+void ServingNode::OnMessage(core::Message* message) {
   if (server_ != nullptr) server_->OnMessage(message);
 }
 
-void Job::NodeUser::OnEvent(const ps::MembershipEvent& event) {
-  if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
-    return server_->OnWorkerGone(event.rank, event.reason);
-  }
-  if (event.kind == ps::MembershipEvent::kServerLost && server_ != nullptr) {
-    return server_->OnServerLost(event.rank);
-  }
-  if (event.kind == ps::MembershipEvent::kServerReplaced && server_ != nullptr) {
-    return server_->OnServerReplaced(event.rank);
-  }
-  const bool is_end =
-      event.kind == ps::MembershipEvent::kFailed || event.kind == ps::MembershipEvent::kEnded;
+void ServingNode::TellServer(const ps::MembershipEvent& event) {
+  using Event = ps::MembershipEvent;
+  if (event.kind == Event::kNodeLeft) server_->OnWorkerGone(event.rank, event.reason);
+  if (event.kind == Event::kServerLost) server_->OnServerLost(event.rank);
+  if (event.kind == Event::kServerReplaced) server_->OnServerReplaced(event.rank);
+  if (event.kind == Event::kReplicas) server_->SetAbsent(event.replicas.AbsentRanks());
+}
+
+void ServingNode::OnEvent(const ps::MembershipEvent& event) {
+  using Event = ps::MembershipEvent;
+  if (hear_) hear_(event);
+  if (server_ != nullptr) TellServer(event);
+  const bool is_end = event.kind == Event::kFailed || event.kind == Event::kEnded;
   if (!is_end || event.next_incarnation > 0) return;  // the scheduler goes on
   std::lock_guard<std::mutex> lock(mu_);
-  if (event.kind == ps::MembershipEvent::kFailed && failure_.empty()) failure_ = event.reason;
+  if (event.kind == Event::kFailed && failure_.empty()) failure_ = event.reason;
   ended_ = true;
   cond_.notify_all();
 }
 
-void Job::NodeUser::End(bool by_order) {
+void ServingNode::End(bool by_order) {
   std::lock_guard<std::mutex> lock(mu_);
   by_order_ = by_order && !ended_;
   ended_ = true;
   cond_.notify_all();
 }
 
-std::string Job::NodeUser::AwaitEnd(bool* by_order) {
+std::string ServingNode::AwaitEnd(bool* by_order) {
   std::unique_lock<std::mutex> lock(mu_);
   cond_.wait(lock, [this] { return ended_; });
   *by_order = by_order_;
@@ -251,7 +252,7 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   if (settings.role == ps::Node::SERVER) {
     server = std::make_unique<core::RecoveringServer>(config_, &channel);
   }
-  const auto user = std::make_shared<NodeUser>(server.get());
+  const auto user = std::make_shared<ServingNode>(server.get());
   users_[settings.number] = user;
   std::string error;
   bool by_order = false;

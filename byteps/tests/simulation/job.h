@@ -6,12 +6,14 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "byteps/engine/worker.h"
@@ -90,6 +92,33 @@ class WorkerScript {
 
 // ----- a simulated job: its nodes, its launcher, its faults, its conditions
 
+// Events of a server or the scheduler, while it serves.
+class ServingNode : public core::ChannelUser {
+ public:
+  using Hear = std::function<void(const ps::MembershipEvent&)>;
+
+  // `server`: null on the scheduler, which tells `hear` of each event.
+  explicit ServingNode(core::SumServer* server, Hear hear = nullptr)
+      : server_(server), hear_(std::move(hear)) {}
+  void OnMessage(core::Message* message) override;
+  void OnEvent(const ps::MembershipEvent& event) override;
+  // Ends the wait. `by_order`: the node is told to end by a signal.
+  void End(bool by_order);
+  // Returns why the job failed, or "".
+  std::string AwaitEnd(bool* by_order);
+
+ private:
+  void TellServer(const ps::MembershipEvent& event);
+
+  core::SumServer* const server_;
+  const Hear hear_;
+  std::mutex mu_;
+  std::condition_variable cond_;
+  bool ended_ = false;
+  bool by_order_ = false;
+  std::string failure_;
+};
+
 // Returns whether a node ended because servers have lost optimizer state.
 bool IsOfLostState(const std::string& error);
 
@@ -131,26 +160,6 @@ class Job {
     bool done = false;
     std::string error;                     // "" if it ended well
     std::shared_ptr<WorkerOfNode> worker;  // while it runs one
-  };
-
-  // Events of a server or the scheduler.
-  class NodeUser : public core::ChannelUser {
-   public:
-    explicit NodeUser(core::SumServer* server) : server_(server) {}
-    void OnMessage(core::Message* message) override;
-    void OnEvent(const ps::MembershipEvent& event) override;
-    // Ends the wait. `by_order`: the node is told to end by a signal.
-    void End(bool by_order);
-    // Returns why the job failed, or "".
-    std::string AwaitEnd(bool* by_order);
-
-   private:
-    core::SumServer* const server_;
-    std::mutex mu_;
-    std::condition_variable cond_;
-    bool ended_ = false;
-    bool by_order_ = false;
-    std::string failure_;
   };
 
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank, int workers) const;
@@ -200,11 +209,11 @@ class Job {
   const core::Config& config_;
   Network network_;
   std::unique_ptr<Gpu> gpu_;
-  std::vector<std::unique_ptr<NodeRecord>> records_;  // by number
-  std::map<int, int> at_place_;                       // numbers, by rank
-  std::map<int, std::shared_ptr<NodeUser>> users_;    // by number, while they serve
-  std::set<int> broken_;                              // involved in a fault
-  std::set<int> victims_;                             // killed, paused or stopped
+  std::vector<std::unique_ptr<NodeRecord>> records_;   // by number
+  std::map<int, int> at_place_;                        // numbers, by rank
+  std::map<int, std::shared_ptr<ServingNode>> users_;  // by number, while they serve
+  std::set<int> broken_;                               // involved in a fault
+  std::set<int> victims_;                              // killed, paused or stopped
   std::set<int> killed_;
   bool ended_scheduler_ = false;  // by a fault
   int started_ = 0;               // workers and servers that have joined

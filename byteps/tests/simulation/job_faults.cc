@@ -67,7 +67,7 @@ void Job::BreakScheduler() {
   }
   const auto found = users_.find(0);
   if (!has_begun() || dies_ || found == users_.end()) return;
-  const std::shared_ptr<NodeUser> user = found->second;
+  const std::shared_ptr<ServingNode> user = found->second;
   dies_ = true;
   network_.Kill(0);
   user->End(false);
@@ -131,7 +131,7 @@ void Job::Break(const Fault& fault) {
       killed_.insert(number);
       return network_.Kill(number);
     case Fault::kStop:
-      if (user != users_.end()) std::shared_ptr<NodeUser>(user->second)->End(true);
+      if (user != users_.end()) std::shared_ptr<ServingNode>(user->second)->End(true);
       if (const auto worker = records_[number]->worker) {
         worker->is_stopped = true;
         worker->Stop();

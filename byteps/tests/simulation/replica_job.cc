@@ -24,56 +24,6 @@ constexpr double kSilentS = kPeerTimeoutS / 2;
 
 }  // namespace
 
-// The scheduler or a server, with its events.
-class ReplicaJob::KeptNode : public core::ChannelUser {
- public:
-  KeptNode(ReplicaJob* job, core::SumServer* server) : job_(job), server_(server) {}
-
-  void OnMessage(core::Message* message) override {
-    if (server_ != nullptr) server_->OnMessage(message);
-  }
-
-  void OnEvent(const ps::MembershipEvent& event) override {
-    using Event = ps::MembershipEvent;
-    if (event.kind == Event::kReplicas) {
-      if (server_ != nullptr) return server_->SetAbsent(event.replicas.AbsentRanks());
-      job_->removed_ += event.replicas.news.find("was removed") != std::string::npos ? 1 : 0;
-    }
-    if (event.kind == Event::kServerLost && server_ != nullptr) server_->OnServerLost(event.rank);
-    if (event.kind == Event::kServerReplaced) {
-      server_ == nullptr ? ++job_->replaced_, void() : server_->OnServerReplaced(event.rank);
-    }
-    if (event.kind == Event::kNodeLeft && server_ != nullptr) {
-      server_->OnWorkerGone(event.rank, event.reason);
-    }
-    if (event.kind != Event::kFailed && event.kind != Event::kEnded) return;
-    std::lock_guard<std::mutex> lock(mu_);
-    if (event.kind == Event::kFailed) failure_ = event.reason;
-    ended_ = true;
-    cond_.notify_all();
-  }
-
-  void End() {
-    std::lock_guard<std::mutex> lock(mu_);
-    ended_ = true;
-    cond_.notify_all();
-  }
-
-  std::string AwaitEnd() {
-    std::unique_lock<std::mutex> lock(mu_);
-    cond_.wait(lock, [this] { return ended_; });
-    return failure_;
-  }
-
- private:
-  ReplicaJob* const job_;
-  core::SumServer* const server_;
-  std::mutex mu_;
-  std::condition_variable cond_;
-  bool ended_ = false;
-  std::string failure_;
-};
-
 ReplicaJob::ReplicaJob() {
   MakePlan();
   BeginProbes(plan_.disturbed, [this](int probe, int reached) { OnProbe(probe, reached); });
@@ -175,6 +125,13 @@ const core::Config& ReplicaJob::settings() const {
   return ReplicaSettings(plan_.patient, plan_.replaces, plan_.returns)[plan_.settings];
 }
 
+void ReplicaJob::Count(const ps::MembershipEvent& event) {
+  if (event.kind == ps::MembershipEvent::kServerReplaced) ++replaced_;
+  const bool is_removal = event.kind == ps::MembershipEvent::kReplicas &&
+                          event.replicas.news.find("was removed") != std::string::npos;
+  removed_ += is_removal ? 1 : 0;
+}
+
 void ReplicaJob::Serve(int number) {
   Kept& kept = kept_[number];
   SimulatedChannel channel(&network_, SettingsOf(kept.role, number, 0));
@@ -182,7 +139,10 @@ void ReplicaJob::Serve(int number) {
   if (kept.role == ps::Node::SERVER) {
     server = std::make_unique<core::RecoveringServer>(settings(), &channel);
   }
-  const auto node = std::make_shared<KeptNode>(this, server.get());
+  ServingNode::Hear hear;
+  if (!server) hear = [this](const ps::MembershipEvent& event) { Count(event); };
+  const auto node = std::make_shared<ServingNode>(server.get(), std::move(hear));
+  bool by_order = false;
   try {
     channel.Start(node.get());
     if (server) server->SetRank(channel.rank());
@@ -190,7 +150,7 @@ void ReplicaJob::Serve(int number) {
     if (server) serving_.insert(number);
     started_ += server ? 1 : 0;
     if (!server) scheduler_ = node;
-    kept.error = node->AwaitEnd();
+    kept.error = node->AwaitEnd(&by_order);
   } catch (const std::exception& e) {
     kept.error = e.what();
   }
@@ -278,7 +238,7 @@ void ReplicaJob::Run() {
   for (size_t i = 1; i < kept.size(); ++i) kept[i].join();
   // A scheduler that restarted after the end of the job waits for another one.
   std::this_thread::sleep_for(std::chrono::milliseconds(returns_ > 0 || dies_ ? 5000 : 0));
-  if (const std::shared_ptr<KeptNode> last = scheduler_; last && returns_ > 0) last->End();
+  if (const std::shared_ptr<ServingNode> last = scheduler_; last && returns_ > 0) last->End(false);
   kept[0].join();
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -342,11 +302,11 @@ void ReplicaJob::BreakThings() {
 }
 
 void ReplicaJob::BreakScheduler() {
-  const std::shared_ptr<KeptNode> scheduler = scheduler_;
+  const std::shared_ptr<ServingNode> scheduler = scheduler_;
   if (!scheduler || dies_ || returns_ == 2) return;
   dies_ = true;
   network_.Kill(0);
-  scheduler->End();
+  scheduler->End(false);
 }
 
 void ReplicaJob::StartSpare() {

@@ -249,7 +249,6 @@ class ReplicaJob {
     Inside* inside = nullptr;  // while its ranks run
     int running = 0;
   };
-  class KeptNode;
 
   void MakePlan();
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank) const;
@@ -262,6 +261,8 @@ class ReplicaJob {
     bool served = false;
     std::string error;  // at its end
   };
+  // Counts removed replicas and replaced servers, of which the scheduler hears.
+  void Count(const ps::MembershipEvent& event);
   void Serve(int number);
   void RunScheduler();
   // Runs the lives of a replica, one after the other.
@@ -288,8 +289,8 @@ class ReplicaJob {
   std::set<int> serving_;     // numbers of servers that have a rank, or had one when they died
   std::vector<std::thread> spares_;
   int next_node_ = 0;
-  std::shared_ptr<KeptNode> scheduler_;  // while it serves
-  bool dies_ = false;                    // a killed scheduler is about to restart
+  std::shared_ptr<ServingNode> scheduler_;  // while it serves
+  bool dies_ = false;                       // a killed scheduler is about to restart
   int returns_ = 0;
   int started_ = 0;  // servers and workers that have joined
   int removed_ = 0;
