@@ -268,8 +268,9 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
   static char* const host = static_cast<char*>(PinMemory(4096));  // never unpinned
   static char data[4096];
   CopyQueue queue(1, CopyLane::kToDevice);
-  // No memory at all; for the entry; also for the turn; finally for everything.
-  for (const int times : {0, 1, 2, -1}) {
+  // For everything, so that the device is ready; none at all; for the entry; also for the turn; for
+  // everything.
+  for (const int times : {-1, 0, 1, 2, -1}) {
     int begun = 0;
     bool lacked = false;
     std::promise<void> done;
