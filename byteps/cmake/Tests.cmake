@@ -68,9 +68,7 @@ if(GTest_FOUND)
     tests/recovery/server/confirmations_test.cc
     tests/recovery/server/copied_rounds_test.cc
     tests/recovery/server/given_sums_test.cc
-    tests/recovery/server/server_recovery_test.cc
     tests/recovery/worker/kept_sums_test.cc
-    tests/recovery/worker/server_replacement_test.cc
     tests/server/accumulator_test.cc
     tests/server/feedback_test.cc
     tests/server/optimizer/differences_test.cc

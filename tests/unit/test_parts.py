@@ -81,7 +81,6 @@ MARKS = {
     **dict.fromkeys(
         (
             "Deterministic/AbsentTest",
-            "Types/BackupTest",
             "SchedulerReturnTest",
             "Remains",
             "Contract.*",
@@ -118,7 +117,6 @@ CONNECTION_SUITES = (
     "Contract",
     "Greeting",
     "Refusal",
-    "Relay",
     "Sending",
     "VanInbox",
 )

@@ -3,11 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <deque>
 #include <future>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "byteps/device/fake.h"
@@ -75,19 +73,6 @@ TEST(Gpu, PinnedMemoryIsWhatAllTensorsWant) {
     EXPECT_EQ(values, sum);
     EXPECT_EQ(fake::PinnedBytes() - before, i * 65536u);
   }
-}
-
-TEST(Gpu, RoundsOfOneNameInFlight) {
-  Job job(2);
-  fake::SetCurrentDevice(0);
-  std::vector<std::vector<float>> rounds;
-  for (int i = 0; i < 4; ++i) rounds.push_back(Values(6000, i));
-  const auto before = rounds;
-  std::vector<int64_t> handles;
-  for (auto& values : rounds) handles.push_back(job.Start("x", &values, 0));
-  for (const int64_t handle : handles) job.Wait(handle);
-  fake::Synchronize(nullptr);
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(rounds[i], Times(before[i], 3)) << i;
 }
 
 // A gradient that is being computed holds neither a window nor the copy stream.

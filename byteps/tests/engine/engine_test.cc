@@ -64,19 +64,6 @@ TEST(Engine, OnlyTheWantedPartIsWritten) {
   job.Wait(job.worker.PushPull(request));
 }
 
-TEST(Engine, RoundsOfOneNameInFlight) {
-  Script script;
-  script.shuffled = true;
-  Job job(2, script);
-  std::vector<std::vector<float>> rounds;
-  for (int i = 0; i < 5; ++i) rounds.push_back(Values(6000, i));
-  const auto wanted = rounds;
-  std::vector<int64_t> handles;
-  for (auto& values : rounds) handles.push_back(job.Start("x", &values));
-  for (const int64_t handle : handles) job.Wait(handle);
-  for (int i = 0; i < 5; ++i) EXPECT_EQ(rounds[i], Times(wanted[i], 3)) << i;
-}
-
 TEST(Engine, HandlesAreGoneOnceWaitedFor) {
   Job job(1);
   auto values = Values(10, 1);
@@ -87,49 +74,6 @@ TEST(Engine, HandlesAreGoneOnceWaitedFor) {
   EXPECT_THROW(job.worker.Poll(1 << 30), UsageError);
   std::vector<float> nothing;
   job.Wait(job.Start("nothing", &nothing));
-}
-
-TEST(Engine, AReleasedNameIsSummedAnewInAnotherShape) {
-  Job job(2);
-  TensorPtr known;
-  for (int life = 0; life < 3; ++life) {
-    auto values = Values(5000 + 2000 * life, life);
-    const auto wanted = Times(values, 3);
-    job.Wait(job.worker.PushPull(Job::RequestFor("x", &values), &known));
-    EXPECT_EQ(values, wanted);
-    EXPECT_EQ(known->declaration.life, static_cast<uint32_t>(life));
-    EXPECT_EQ(known->rounds, 1U);
-    job.worker.Release({"x", "that nobody has declared"}, 0);
-    EXPECT_TRUE(known->is_released);
-    EXPECT_EQ(job.Metric("declared_tensors"), 0);
-    const auto releases = job.channel->releases();
-    ASSERT_EQ(releases.size(), 2U * (life + 1));
-    for (int server = 0; server < 2; ++server) {
-      EXPECT_EQ(releases[2 * life + server], std::pair(known->key, server));
-    }
-  }
-  // All of them were freed.
-  EXPECT_TRUE(job.Settles("unanswered_requests", 0));
-}
-
-TEST(Engine, WhatIsReleasedInFlightIsGivenBackAtItsEnd) {
-  Job job(1);
-  job.channel->HoldServer(0, false);
-  auto values = Values(1000, 1);
-  const auto wanted = Times(values, 3);
-  const int64_t handle = job.Start("x", &values);
-  ASSERT_TRUE(job.channel->AwaitHeld(1));
-  job.worker.Release({"x"}, 0);
-  auto others = Values(3000, 2);
-  const auto wanted_of_others = Times(others, 3);
-  const int64_t next = job.Start("x", &others);
-  EXPECT_EQ(job.channel->releases().size(), 0U);
-  job.channel->Release();
-  job.Wait(handle);
-  job.Wait(next);
-  EXPECT_EQ(values, wanted);
-  EXPECT_EQ(others, wanted_of_others);
-  EXPECT_EQ(job.channel->releases().size(), 1U);
 }
 
 TEST(Engine, OneThatJoinsGoesOnInTheLivesOfOthers) {
@@ -166,23 +110,6 @@ TEST(Engine, WhatIsKnownOfATensorIsOfOneJob) {
     EXPECT_EQ(job.channel->declarations(0).size(), 1U);
     EXPECT_EQ(known->rounds, 2U);
   }
-}
-
-TEST(Engine, SlowServerHoldsUpNobodyElse) {
-  Job job(3, {}, {{"BYTEPS_SERVER_WINDOW_BYTES", std::to_string(2 * kPage)}});
-  job.channel->HoldServer(1, true);
-  auto slow = Values(3 * 1024 * 10, 1), other = Values(1024, 2);
-  const auto slow_sum = Times(slow, 3), other_sum = Times(other, 3);
-  const int64_t waiting = job.Start("slow", &slow);
-  ASSERT_TRUE(job.channel->AwaitPushes(10 + 10 + 2));  // all but 8 partitions of server 1
-  job.Wait(job.Start("other", &other));                // on server 0
-  EXPECT_EQ(other, other_sum);
-  EXPECT_FALSE(job.worker.Poll(waiting));
-  EXPECT_TRUE(job.Settles("push_queue_partitions", 8));
-  EXPECT_TRUE(job.Settles("transport_partitions", 2));
-  job.channel->Release();
-  job.Wait(waiting);
-  EXPECT_EQ(slow, slow_sum);
 }
 
 TEST(Engine, AnswersDoNotHoldTheWindow) {

@@ -201,33 +201,6 @@ TEST(Remains, NothingOfADeclarationThatWasRefused) {
   job.SumManyTimes();
 }
 
-// There are more sums than a server keeps rounds. The worker holds some back until others push, and
-// pushes other tensors meanwhile.
-TEST(Remains, WhoIsFarAheadIsNotRefused) {
-  constexpr int kRounds = 2500;
-  LoopedWorkers job;
-  std::vector<std::vector<float>> values(kWorkers, std::vector<float>(kRounds));
-  std::vector<std::vector<int64_t>> handles(kWorkers);
-  const auto begin = [&](int rank) {
-    for (int round = 0; round < kRounds; ++round) {
-      values[rank][round] = static_cast<float>(rank + 3 * round);
-      PushPullRequest request = job.RequestOf(rank, "shared");
-      request.tensor.bytes = sizeof(float);
-      request.input = request.output = &values[rank][round];
-      handles[rank].push_back(job.workers[rank]->PushPull(request));
-    }
-  };
-  for (const int rank : {0, 2}) begin(rank);
-  job.Sum(0);
-  begin(1);
-  for (int rank = 0; rank < kWorkers; ++rank) {
-    for (int round = 0; round < kRounds; ++round) {
-      ASSERT_EQ(job.ErrorOf(rank, handles[rank][round]), "") << "round " << round;
-      ASSERT_EQ(values[rank][round], 3 + 9 * round);
-    }
-  }
-}
-
 // Pushes that are held back end with their worker.
 TEST(Remains, NothingOfWhatWasHeldBack) {
   LoopedWorkers job;
@@ -245,30 +218,6 @@ TEST(Remains, NothingOfWhatWasHeldBack) {
   }
   job.workers[0]->Stop(false);
   EXPECT_TRUE(tensor.expired());
-}
-
-// Several sums of a tensor may be in flight: none is given up.
-TEST(Remains, SumsInFlightAreNotGivenUp) {
-  constexpr int kInFlight = 10;
-  LoopedWorkers job;
-  std::vector<std::vector<float>> values[kWorkers];
-  std::vector<int64_t> handles[kWorkers];
-  for (const int rank : {2, 0, 1}) {
-    for (int n = 0; n < kInFlight; ++n) {
-      values[rank].emplace_back(kValuesOfSum, static_cast<float>(1 + rank + 10 * n));
-    }
-    for (int n = 0; n < kInFlight; ++n) {
-      PushPullRequest request = job.RequestOf(rank);
-      request.input = request.output = values[rank][n].data();
-      handles[rank].push_back(job.workers[rank]->PushPull(request));
-    }
-  }
-  for (int rank = 0; rank < kWorkers; ++rank) {
-    for (int n = 0; n < kInFlight; ++n) {
-      EXPECT_EQ(job.ErrorOf(rank, handles[rank][n]), "");
-      EXPECT_EQ(values[rank][n], std::vector<float>(kValuesOfSum, static_cast<float>(6 + 30 * n)));
-    }
-  }
 }
 
 }  // namespace

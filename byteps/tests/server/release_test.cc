@@ -155,24 +155,6 @@ TEST_F(ReleaseTest, ATensorIsFreedOnceNoMemberHoldsIt) {
               std::string::npos);
 }
 
-TEST_F(ReleaseTest, ANameIsSummedAnewInAnotherShapeWhileOthersHoldTheOldOne) {
-  for (int rank : {0, 1}) Declare(rank);
-  EXPECT_EQ(SumOf(0), "");
-  const Declaration old = tensor_;
-  const uint64_t first = Release(0, {old});
-  ++tensor_.life;
-  tensor_.bytes = tensor_.partition_bytes = 8 * kBytes;
-  EXPECT_EQ(Declare(0).body, "");
-  const uint64_t ahead = Push(0, 0);
-  EXPECT_FALSE(answers_.Has(first));
-  const uint64_t second = Release(1, {old});
-  for (const uint64_t number : {first, second}) EXPECT_EQ(answers_.Await(number).body, "");
-  EXPECT_EQ(Declare(1).body, "");
-  EXPECT_FALSE(answers_.Has(ahead));
-  for (const uint64_t number : {Push(1, 0), ahead}) EXPECT_EQ(answers_.Await(number).body, "");
-  EXPECT_TRUE(ComesToKeep(1, 1));
-}
-
 TEST_F(ReleaseTest, WhoGoesOnWithAReleasedTensorHearsWhoReleasedIt) {
   for (int rank : {0, 1}) Declare(rank);
   const uint64_t open = Push(1, 0);
@@ -242,26 +224,6 @@ TEST_F(ReleaseTest, TheStateOfAnOptimizerGoesWithItsTensor) {
     EXPECT_EQ(Metric("state_bytes"), 0);
     ++tensor_.life;
   }
-}
-
-// The successor of a lost server does not know yet who holds a tensor.
-TEST_F(ReleaseTest, AServerThatComesKeepsATensorUntilAllHaveResumed) {
-  const auto resume = [this](int rank) {
-    WireWriter out;
-    out.PutSize(0);
-    return answers_.Await(Tell(rank, MakeRequest(kResume, 0, 0, 0, out.Take()))).body;
-  };
-  Declare(0);
-  EXPECT_EQ(resume(0), "");
-  const uint64_t first = Release(0, {tensor_});
-  EXPECT_FALSE(answers_.Has(first));
-  EXPECT_EQ(Kept().first, 1u);
-  Declare(1);
-  EXPECT_EQ(resume(1), "");
-  EXPECT_FALSE(answers_.Has(first));
-  Release(1, {tensor_});
-  EXPECT_EQ(answers_.Await(first).body, "");
-  EXPECT_TRUE(ComesToKeep(0, 0));
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <cstdio>
 #include <map>
 #include <set>
 #include <string>
@@ -31,30 +30,6 @@ TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
     // The engine may be handling an earlier deadline at this moment.
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
   }
-}
-
-// Time of declarations of 1,000 tensors with 8,192 ranks, extrapolated from some ranks. Printed
-// only, since it depends on the machine's load.
-TEST_F(ServerTest, DeclarationsOfManyRanksCostLittle) {
-  constexpr uint32_t kRanks = 8192;
-  constexpr int kTensors = 1000;
-  constexpr int kSome = 64;
-  std::vector<Declaration> all(kTensors, declaration_);
-  for (int i = 0; i < kTensors; ++i) {
-    all[i].name = "module.layers." + std::to_string(i) + ".weight";
-    all[i].group = RankGroup::Below(kRanks);
-  }
-  const std::string body = PackDeclarations(all);
-  const auto began = std::clock();
-  for (int rank = 0; rank < kSome; ++rank) {
-    Tell(MakeRequest(kDeclare, 0, all.front().Key(), ++number_, body), rank);
-  }
-  const double seconds = static_cast<double>(std::clock() - began) / CLOCKS_PER_SEC;
-  const auto answers = answers_.Await(2 + kSome);
-  ASSERT_EQ(answers.size(), 2u + kSome);
-  EXPECT_EQ(answers.back().error, "");
-  printf("%u ranks that declare %d tensors take %.2f s of CPU time\n", kRanks, kTensors,
-         seconds * kRanks / kSome);
 }
 
 // The tensor asks for the order, not the server. The loss of 1 next to 2^80 depends on the order.

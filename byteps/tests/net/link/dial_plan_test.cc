@@ -281,15 +281,6 @@ TEST(DialPlan, PairsThatAreAddedAreAsGoodAsTheFirst) {
 
 // ----- when the next attempt is made, and when there is none
 
-TEST(Redial, EachPauseIsTwiceTheOneBefore) {
-  Redial redial(milliseconds(20), milliseconds(70));
-  for (const int ms : {20, 40, 70, 70}) EXPECT_EQ(redial.NextPause(), milliseconds(ms));
-  redial.Hurry();
-  EXPECT_EQ(redial.NextPause(), milliseconds(20));
-  redial.Begin();
-  EXPECT_EQ(redial.NextPause(), milliseconds(20));
-}
-
 TEST(Redial, AListenerIsGoneWhenNobodyHasListenedForAWhile) {
   Redial redial(milliseconds(20), milliseconds(70));
   redial.Failed("refused", true, kStart);

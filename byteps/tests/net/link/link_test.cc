@@ -252,21 +252,6 @@ TEST(ReplayLog, WhatCannotBeIsSaidAndChangesNothing) {
   EXPECT_EQ(NumbersOf(log.Resume(4, &arrived)), Numbers({4}));
 }
 
-// The second connection breaks while messages are sent again: the rest stays behind them.
-TEST(ReplayLog, ABreakAmidWhatIsSentAgain) {
-  Log log;
-  std::vector<Message> arrived;
-  Add(&log, {0, 1, 2, 3});
-  auto again = log.Resume(1, &arrived);
-  log.Add(std::move(again.front()));
-  again.pop_front();
-  EXPECT_THROW(log.Arrived(3, &arrived), Error) << "that one was not sent over this link";
-  auto first = log.Resume(1, &arrived);
-  EXPECT_EQ(NumbersOf(first), Numbers({1}));
-  EXPECT_EQ(NumbersOf(again), Numbers({2, 3}));
-  EXPECT_EQ(log.sent(), 1u);
-}
-
 // A device completes a small message before the values of an earlier one; the next device does not.
 TEST(ReplayLog, AnotherOrderOverTheNextLink) {
   Log log;
@@ -276,20 +261,6 @@ TEST(ReplayLog, AnotherOrderOverTheNextLink) {
   for (auto it = again.rbegin(); it != again.rend(); ++it) log.Add(std::move(*it));
   EXPECT_EQ(NumbersOf(log.Resume(2, &arrived)), Numbers({1}));
   EXPECT_EQ(NumbersOf(arrived), Numbers({0, 2}));
-}
-
-TEST(ReplayLog, OneThatIsSentAgainCountsOnce) {
-  Log log;
-  std::vector<Message> arrived;
-  for (int n = 0; n < 3; ++n) {
-    Add(&log, {n});
-    auto again = log.Resume(n, &arrived);
-    for (auto& message : again) log.Add(std::move(message));
-    log.Arrived(n + 1, &arrived);
-    EXPECT_EQ(log.sent(), n + 1u);
-    EXPECT_EQ(log.arrived(), n + 1u);
-  }
-  EXPECT_EQ(NumbersOf(arrived), Numbers({0, 1, 2}));
 }
 
 TEST(ReplayLog, WhatIsInFlightIsTakenWhereALinkEnds) {

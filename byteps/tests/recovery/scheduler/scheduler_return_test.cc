@@ -71,36 +71,6 @@ class SchedulerReturnTest : public RecoveryTest {
   void SayLeft(int rank) { Say(server_, Control::MEMBERS, Word(membership::LeftKnown{rank})); }
 };
 
-TEST_F(SchedulerReturnTest, TheJobGoesOnWhenAllHaveComeBack) {
-  StartAgain(2);
-  Return(server_);
-  Return(worker_);
-  EXPECT_EQ(links_.job(), kJob);
-  EXPECT_EQ(links_.SentTo(worker_, Control::WELCOME)[0].meta.body,
-            membership::Pack(membership::Welcome{1, 2}));
-  Say(worker_, Control::LEAVE, Finish());  // waits for the others
-  EXPECT_EQ(links_.CountTo(server_, Control::NODE_LEFT), 0);
-  Return(other_);
-  EXPECT_EQ(membership_->View().phase, JobView::kRunning);
-  Say(other_, Control::LEAVE, Finish());
-  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 0);  // the server does not know yet
-  SayLeft(0);
-  EXPECT_EQ(links_.CountTo(worker_, Control::NODE_LEFT), 1);
-  EXPECT_FALSE(ended());
-  SayLeft(1);
-  EXPECT_TRUE(ended());
-  EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
-  EXPECT_EQ(failure(), "");
-}
-
-TEST_F(SchedulerReturnTest, ALossFailsTheJobAsBefore) {
-  StartAgain(2);
-  for (const int id : {server_, worker_, other_}) Return(id);
-  membership_->OnDisconnect(worker_);
-  EXPECT_EQ(failure(), "worker 0 (10.0.0.2) was lost: its connection closed");
-  EXPECT_EQ(links_.CountTo(other_, Control::JOB_FAILED), 1);
-}
-
 TEST_F(SchedulerReturnTest, WhoIsLostBeforeAllHaveComeMayComeAgain) {
   StartAgain(2);
   Return(server_);

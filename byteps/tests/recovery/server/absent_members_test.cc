@@ -121,15 +121,6 @@ TEST_P(AbsentTest, AnOpenRoundClosesWithoutTheOneThatIsRemoved) {
   Expect(second, 5 * 3 / 2.0f, {1});
 }
 
-TEST_P(AbsentTest, WhatItHasPushedCounts) {
-  const uint64_t its = Push(1, 0), first = Push(0, 0);
-  server_.SetAbsent({1});
-  const uint64_t last = Push(2, 0);
-  Expect(first, 7, {});
-  Expect(last, 7, {});
-  EXPECT_FALSE(answers_.Has(its)) << "nobody is there to be answered";
-}
-
 TEST_P(AbsentTest, LaterRoundsLackItAndItsPushesAreRefused) {
   server_.SetAbsent({0, 2});
   Expect(Push(1, 0), 2 * 3, {0, 2});
@@ -137,29 +128,6 @@ TEST_P(AbsentTest, LaterRoundsLackItAndItsPushesAreRefused) {
   EXPECT_TRUE(refused.failed);
   EXPECT_NE(refused.body.find("its replica was removed"), std::string::npos) << refused.body;
   Expect(Push(1, 1, 1), 2 * 3, {0, 2});
-}
-
-TEST_P(AbsentTest, OneThatComesBackIsInEachRoundThatBeginsThen) {
-  server_.SetAbsent({1});
-  const uint64_t first = Push(0, 0);
-  Expect(Push(2, 0), 5 * 3 / 2.0f, {1});
-  answers_.Await(first);
-  server_.SetAbsent({});
-  const uint64_t second = Push(0, 1, 1);
-  Push(2, 1, 1);
-  EXPECT_FALSE(answers_.Has(second));
-  Expect(Push(1, 1, 1), 7, {});
-  Expect(second, 7, {});
-}
-
-TEST_P(AbsentTest, ARoundThatNobodyElseIsInLeavesNothing) {
-  Push(1, 0);
-  Push(0, 0);
-  server_.SetAbsent({0, 1});
-  Expect(Push(2, 0), 7, {});
-  server_.SetAbsent({0, 1, 2});
-  server_.SetAbsent({0, 1});
-  Expect(Push(2, 1, 1), 4 * 3, {0, 1});
 }
 
 // ------------------------------------------------------------------ late members

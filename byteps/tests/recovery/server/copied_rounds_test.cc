@@ -65,9 +65,8 @@ class Primary {
  public:
   Primary() {
     auto rule = std::make_shared<UpdateRule>();
-    rule->algorithm = UpdateRule::kSgd;
     rule->speculative = true;
-    rule->groups = {{}};
+    rule->groups = {{0.9, 0.99, 1e-8, false}};
     rule->segments = {{kCount, 0}};
     tensor_.name = "w";
     tensor_.bytes = tensor_.partition_bytes = kBytes;
@@ -87,8 +86,7 @@ class Primary {
     EXPECT_FALSE(wire_.Await(number_).failed);
   }
 
-  Message MakeLoad() {
-    const uint32_t slot = 0;
+  Message MakeLoad(uint32_t slot = 0) {
     return Make(kLoadState, std::string(reinterpret_cast<const char*>(&slot), sizeof(slot)), 0);
   }
   Message MakeTry() {
@@ -161,6 +159,17 @@ TEST(CopiesTest, AStateThatCouldNotBeToldIsToldWholeLater) {
     }
     is_loaded = primary.wire().Has(loaded) && !primary.wire().Await(loaded).failed;
   }
+}
+
+TEST(CopiesTest, ALoadIsToldWithItsSlot) {
+  Primary primary;
+  primary.Ask(primary.MakeLoad());
+  primary.AnswerTold(primary.wire().Take(kCopy));
+  primary.Ask(primary.MakeLoad(2));
+  CopyRecord record;
+  ASSERT_TRUE(CopyRecord::Unpack(primary.wire().Take(kCopy).body, &record));
+  EXPECT_FALSE(record.is_all);
+  EXPECT_EQ(record.slots, 1U << 2);
 }
 
 TEST(CopiesTest, WhoWaitsForABackupIsAnsweredWithoutMemory) {

@@ -90,23 +90,6 @@ class GivenTest : public testing::Test {
   uint64_t number_ = 0;
 };
 
-TEST_F(GivenTest, WhatNobodyHasIsSummedAgain) {
-  Resume({7, 7, 7});
-  const uint64_t pushes[] = {Push(1, 7), Push(0, 7), Push(2, 7)};
-  for (const uint64_t number : pushes) Expect(number, 7, 7);
-}
-
-TEST_F(GivenTest, WhatOneHasTheOthersGet) {
-  Resume({7, 7, 7});
-  const uint64_t before = Push(1, 7);
-  EXPECT_FALSE(answers_.Await(Give(0, 7, 700)).failed);
-  Expect(before, 700, 0);
-  Expect(Push(2, 7), 700, 0);
-  // Then all go on together.
-  const uint64_t next[] = {Push(0, 8), Push(1, 8), Push(2, 8)};
-  for (const uint64_t number : next) Expect(number, 7, 8);
-}
-
 TEST_F(GivenTest, ItKeepsTheListOfTheSum) {
   Resume({3, 3, 3});
   server_.SetAbsent({1});  // worker 1 died after its push
@@ -117,13 +100,6 @@ TEST_F(GivenTest, ItKeepsTheListOfTheSum) {
   Expect(Push(2, 4), 60, 0, {1});
   const uint64_t next[] = {Push(0, 5), Push(2, 5), Push(1, 5)};
   for (const uint64_t number : next) Expect(number, 7, 5);
-}
-
-TEST_F(GivenTest, SeveralMayGiveTheSame) {
-  Resume({5, 5, 6});
-  for (const int rank : {0, 1}) EXPECT_FALSE(answers_.Await(Give(rank, 5, 70)).failed);
-  const uint64_t next[] = {Push(2, 6), Push(1, 6), Push(0, 6)};
-  for (const uint64_t number : next) Expect(number, 7, 6);
 }
 
 TEST_F(GivenTest, AWorkerThatIsBehindMayComeLast) {

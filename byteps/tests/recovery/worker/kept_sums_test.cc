@@ -1,7 +1,6 @@
 // KeptSums: how long a worker keeps sums for others, and how a successor gets them.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -61,6 +60,21 @@ TEST(KeptSums, AllOfThemAreGivenAndHaveSerialsOfTheServerThatComes) {
   job.channel->Change([](Script* script) { script->all_confirm = true; });
   SumOnce(&job, "last", 1);
   EXPECT_EQ(job.Metric("kept_bytes"), kPage);
+}
+
+// A sum of which the worker wanted only a part is no sum for others.
+TEST(KeptSums, OnlyWholeSumsAreKept) {
+  constexpr size_t kLength = 16 * kPage;
+  Settings settings = kGoesOn;
+  settings["BYTEPS_PARTITION_BYTES"] = std::to_string(kLength);
+  Job job(1, {}, settings);
+  auto values = Values(6 * kLength / sizeof(float), 1);
+  PushPullRequest request = Job::RequestFor("x", &values);
+  request.pull_begin = kLength;
+  request.pull_end = 2 * kLength + 4;
+  job.Wait(job.worker.PushPull(request));
+  // A whole partition, four bytes of another, and nothing of the rest.
+  EXPECT_EQ(job.Metric("kept_bytes"), kLength);
 }
 
 // A push tells the server up to which request the worker has the answers.

@@ -166,18 +166,6 @@ TEST(ConnectionOverNics, LearnsOfOthers) {
   EXPECT_TRUE(GoesBy(&link, "127.0.0.2")) << link.connection()->address();
 }
 
-// No other process can take the port, so the route can come up again.
-TEST(Relay, ARouteThatIsDownKeepsItsPort) {
-  Relay relay;
-  const int route = relay.AddRoute(1);
-  relay.SetDown(route, true);
-  const ps::tcp::Fd other(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const ps::Address address = ps::Resolve("127.0.0.1", relay.PortOf(route))[0];
-  EXPECT_NE(bind(other.get(), address.get(), address.length), 0);
-  EXPECT_EQ(errno, EADDRINUSE);
-  relay.SetDown(route, false);
-}
-
 // ----- ownership of sent memory
 
 constexpr size_t kBytes = 300'000;
