@@ -8,6 +8,7 @@ with pip. The project's own source distribution contains the tree, so nothing is
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,14 @@ def _assemble() -> None:
         raise SystemExit("error: build/byteps could not be assembled, see above")
 
 
+def _drop_moved_build(settings: Settings) -> None:
+    """Deletes a build folder that was made under another path: CMake refuses to use it."""
+    folder = Path(str((settings or {}).get("build-dir") or _ROOT / "build/none")).resolve()
+    cache = folder / "CMakeCache.txt"
+    if cache.is_file() and f"CMAKE_CACHEFILE_DIR:INTERNAL={folder}\n" not in cache.read_text():
+        shutil.rmtree(folder)
+
+
 def _fetcher() -> list[str]:
     """Return the requirements of `_assemble`: an isolated build has no pip."""
     return [] if _TREE.is_dir() else ["pip"]
@@ -61,6 +70,7 @@ def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     _assemble()
+    _drop_moved_build(config_settings)
     return skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 

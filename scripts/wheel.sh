@@ -135,7 +135,7 @@ build_server() {
   build="$root/build/cmake-ship-server-$1"
   # Another test or a fresh checkout need not build it again.
   if [[ ! -x $kept/byteps-server ]]; then
-    long "cmake for $1" "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
+    long "cmake for $1" "$venv/bin/cmake" --fresh -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
       "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
       long "byteps-server for $1" \
         "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&

@@ -83,7 +83,8 @@ def build(*programs: str, sanitize: str = "") -> Path:
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]
     with _alone_in(folder):
         configure = [
-            *(cmake, "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
+            # Afresh: the folder may be of a checkout that was moved.
+            *(cmake, "--fresh", "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
             *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
             # The same name as in the wheel's build, because ccache depends on it.
