@@ -7,8 +7,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 usage() {
   cat <<TEXT
 Usage: $me [options] -- SCRIPT [ARGUMENTS]
-       $me --scheduler HOST:PORT --servers N --nnodes 2 --node-rank 0 \\
-                 --master-addr HOST --master-port PORT --nproc-per-node 8 -- train.py --flag
+Example: $me --scheduler 10.0.0.1:9000 --servers 4 --secret-file job.secret --nnodes 4 --node-rank 0 \\
+                 --master-addr 10.0.0.10 --nproc-per-node 8 -- train.py --flag
 
 Runs SCRIPT in one process for each rank of this machine, through torchrun (python -m
 torch.distributed.run), as workers of a BytePS cluster. A flag wins over its variable. The Python is that of

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": ("byteps.cli.bench:main", "time an all-reduce through servers and without"),
     "scheduler": ("byteps.cli.nodes:scheduler", "run the scheduler of a cluster"),
     "server": ("byteps.cli.nodes:server", "run this host's servers of a cluster"),
+    "worker": ("byteps.cli.nodes:worker", "run this host's ranks of a cluster, by torchrun"),
     "cluster": ("byteps.cli.nodes:cluster", "'cluster status' shows a running cluster"),
 }
 """Function and description of each subcommand. The function takes the arguments and returns the

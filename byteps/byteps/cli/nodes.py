@@ -1,5 +1,4 @@
-"""Subcommands that start a scheduler or servers, or show a cluster, by the scripts of the same
-names.
+"""Subcommands that start scheduler, servers or workers, or show a cluster, by scripts of the names.
 
 The scripts are in bash, because a server machine needs no Python. Called from here, they use the
 `byteps-server` of this Python's environment.
@@ -24,6 +23,11 @@ def scheduler(arguments: Sequence[str]) -> int:
 def server(arguments: Sequence[str]) -> int:
     """Replace this process by the script that runs this host's servers."""
     return _become("server", "server.sh", arguments)
+
+
+def worker(arguments: Sequence[str]) -> int:
+    """Become torchrun, for this host's ranks."""
+    return _become("worker", "worker.sh", arguments)
 
 
 def cluster(arguments: Sequence[str]) -> int:
