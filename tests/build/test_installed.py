@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from scripts.children import captured
+from tests.pages import block_under
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0
@@ -136,10 +137,9 @@ def test_a_plain_script_in_two_commands_and_two_variables(machine: Machine) -> N
     assert not (machine.root / str(ROOT).lstrip("/")).exists()
 
 
-@pytest.mark.requires("root")
-@pytest.mark.thorough
-@pytest.mark.timeout(4500)
-def test_megatron_in_three_commands(machine: Machine) -> None:
+@pytest.fixture
+def megatron(machine: Machine) -> Machine:
+    """The machine, with NVIDIA's Megatron-LM in the home folder."""
     home, built = machine.root / "home/user", ROOT / "build/Megatron-LM"
     (home / "Megatron-LM").mkdir()
     packed = subprocess.check_output(["git", "-C", built, "archive", "upstream"])
@@ -147,13 +147,49 @@ def test_megatron_in_three_commands(machine: Machine) -> None:
     # A user's Megatron is installed, with these helpers.
     for helper in (built / "megatron/core/datasets").glob("helpers_cpp*.so"):
         shutil.copy(helper, home / "Megatron-LM/megatron/core/datasets")
+    return machine
+
+
+@pytest.mark.requires("root")
+@pytest.mark.thorough
+@pytest.mark.timeout(4500)
+def test_megatron_in_three_commands_and_back(megatron: Machine) -> None:
+    install, patch, *_ = block_under("README.md", "Megatron-BytePS")
+    unpatch, uninstall = block_under("README.md", "Back to plain Megatron")
     # The options for a CPU, --cpu and MEGATRON_CPU, are not needed with GPUs.
-    said = machine.run(
-        "pip install --quiet --no-index --find-links release megatron-byteps",
-        "megatron-byteps patch --cpu Megatron-LM",
+    said = megatron.run(
+        f"{install.replace('FOLDER', 'release')} --quiet --no-index",
+        f"{patch} --cpu",
         "MEGATRON_CPU=1 torchrun --nproc-per-node 2 Megatron-LM/pretrain_dpu_gpt.py "
         f"--use-dpu-reduce --dpu-reduce-backend flat {MODEL}",
     )
+    losses = [float(one) for one in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
+    assert len(losses) == 5 and losses[-1] < losses[0], said
+    assert re.search(r"BytePS flat .*yes: asked for", said), said
+    said = megatron.run(unpatch, f"{uninstall} --yes")
+    assert re.search(r"undone; \d+ files are as they were\n", said), said
+
+
+@pytest.mark.requires("root")
+@pytest.mark.thorough
+@pytest.mark.timeout(4500)
+def test_four_hosts_and_four_server_machines_in_six_commands(megatron: Machine) -> None:
+    """The commands of the page, all in one root, with a rank on each host and a model of a CPU."""
+    shown = block_under("docs/use/run.md", "Start by hand")
+    for old, new in (
+        ("FOLDER", "release --no-index --quiet"), ("patch ", "patch --cpu "),
+        ("10.0.0.10", "10.9.0.1"), ("10.0.0.1", "10.9.0.1"),
+        ("--workers 32", "--workers 4"), ("--nproc-per-node 8", "--nproc-per-node 1"),
+        ("pretrain_gpt.py ...", f"pretrain_dpu_gpt.py --dpu-reduce-backend flat {MODEL}"),
+    ):  # fmt: skip
+        assert any(old in line for line in shown), old
+        shown = [line.replace(old, new) for line in shown]
+    install, patch, secret, scheduler, server, worker = shown
+    assert " --node-rank 0 " in worker
+    workers = [worker.replace("--node-rank 0", f"--node-rank {host}") for host in range(4)]
+    cluster = [scheduler, *[server] * 4, *(f"MEGATRON_CPU=1 {one}" for one in workers)]
+    started = " ".join(f'{one} & all="$all $!";' for one in cluster)
+    said = megatron.run(install, patch, secret, f"{started} for one in $all; do wait $one; done")
     losses = [float(one) for one in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
     assert len(losses) == 5 and losses[-1] < losses[0], said
     assert re.search(r"BytePS flat .*yes: asked for", said), said

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from scripts.recipekit.features import FEATURES, MARKS, rows_of_results
+from tests.pages import PAGES as PAGES_TO_USE
+from tests.pages import blocks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
@@ -265,27 +267,24 @@ def test_programs_targets_and_flags_are_there(page: Path) -> None:
     assert not missing, "\n".join(missing)
 
 
-USE = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/use/*.md"))]
 COMMAND = re.compile(
-    r"(?:\$ |[A-Z_]+=\S+ )*(?:(?:scripts|bench|build|tests)/|"
-    r"(?:byteps-server|docker|megatron-byteps|kubectl|make|openssl|python|sbatch|torchrun)\b)"
+    r"(?:\$ |[A-Z0-9_]+=\S+ )*(?:(?:scripts|bench|build|tests)/|"
+    r"(?:byteps-server|docker|megatron-byteps|kubectl|make|openssl|pip|python|sbatch|torchrun)\b)"
 )
-"""A line that is neither a command of the system, such as ``cd``, nor output of a command.
-
-Debian's and Python's installers count as commands of the system.
-"""
+"""A line that is neither a command of the system, such as ``cd``, nor output of a command."""
 TRIED = {
+    r"pip (?:install --find-links FOLDER mega[a-z-]*$|uninstall)": "tests/build/test_installed.py",
     r"make setup": ".ci/run",
     r"make train\b(?!.*\b(?:HF|MODE)=)": "tests/megatron/test_train_script.py",
     r"make train MODE=ray": "tests/under_ray/test_modes.py",
     r"make train HF=": "tests/hugging_face/test_hugging_face.py",
-    r"make rl\b": "tests/reinforcement/test_rl_script.py",
+    r"make rl\b|python scripts/rl\.py": "tests/reinforcement/test_rl_script.py",
     r"make wheel": "tests/images/test_images.py",
     r"make images|(?:\w+=\S+ )?scripts/images\.sh": "tests/images/test_images.py",
-    r"megatron-byteps (?:patch|unpatch|status)\b": "tests/patches/test_target.py",
-    r"byteps-server --new-secret": "tests/multiproc/test_scripts.py",
+    r"megatron-byteps (?:patch|unpatch|status)\b": "tests/build/test_installed.py",
+    r"byteps-server --new-secret": "tests/build/test_installed.py",
     r"byteps-server --features": "tests/images/test_images.py",
-    r"scripts/(?:scheduler|server|worker)\.sh": "tests/multiproc/test_scripts.py",
+    r"(?:scripts/|megatron-byteps )(?:scheduler|server|worker)\b": "tests/multiproc/test_pages.py",
     r"scripts/cluster\.sh": "tests/multiproc/test_cluster_script.py",
     r"scripts/status\.sh": "tests/multiproc/test_status.py",
     r"scripts/check_rdma\.sh": "tests/rdma/test_vm.py",
@@ -296,49 +295,43 @@ TRIED = {
     r"docker build -f docker/server.Dockerfile": "tests/images/test_images.py",
     r"openssl": "tests/multiproc/test_tls.py",
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
-    r"(?:BYTEPS_HOST_ID=. )?torchrun --nnodes": "tests/multiproc/test_embedded.py",
+    r"BYTEPS_HOST_ID=. torchrun": "tests/multiproc/test_embedded.py",
+    r"torchrun .* your_program\.py": "tests/multiproc/test_embedded.py",
+    r"torchrun .*pretrain_(?:dpu_)?gpt\.py": "tests/megatron/test_check.py",
+    r"(?:BYTEPS_\w+=\S+ )+torchrun ": "tests/netkit/test_own_hosts.py",
+    r"megatron-byteps try": "tests/netkit/test_trial.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
+    r"python -m megatron_byteps_ray": "tests/under_ray/test_modes.py",
+    r"python -m megatron_byteps_rl": "tests/reinforcement/test_rl_script.py",
     r"\$ megatron-byteps sizing": "tests/unit/test_sizing.py",
     r"\$ megatron-byteps check": "tests/megatron/test_check.py",
     r"tests/rdma/run_in_vm\.py": "tests/rdma/test_vm.py",
 }
 """Commands, and the file that runs each, or the same with other numbers."""
+NOT_TRIED = {
+    r"kubectl": "needs a Kubernetes cluster; tests/house/test_manifests.py checks the manifests",
+    r"docker run .*--gpus all": "needs Docker with GPUs, and a cluster of Ray",
+    r"pip install (?:.*'megatron-byteps\[|--no-deps megatron-bridge)": "downloads gigabytes of "
+    "other projects; tests/build/test_release.py compares the extras with what the locks hold",
+}
+"""Commands that no test runs, and the reason."""
 
 
-def blocks_to_run(text: str) -> list[list[str]]:
-    """List the commands of each indented block, with continued lines joined."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).replace("\\\n", " ")
-    found = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)(?: {4,}.*\n|\n(?= {4}))*", text)
-    found += re.findall(r"(?<=\n\n)(?: {6}\S.*\n)+", text)  # below an item of a list
-    return [[line.strip() for line in block.splitlines() if line.strip()] for block in found]
-
-
-def not_tried(text: str) -> list[str]:
-    """List commands that no test runs and that are not marked as impossible in a test."""
-    if "Commands on this page need a cluster" in text:
-        return []
-    missing = []
-    for block in blocks_to_run(text):
-        if not block[0].startswith("# needs"):
-            missing += [
-                line
-                for line in block
-                if COMMAND.match(line) and not any(re.match(known, line) for known in TRIED)
-            ]
-    return missing
-
-
-@pytest.mark.parametrize("page", USE, ids=lambda page: page.name)
-def test_each_command_is_tried_or_says_what_it_needs(page: Path) -> None:
-    assert not not_tried(page.read_text(encoding="utf-8"))
-
-
-def test_what_tries_commands_is_there() -> None:
-    pages = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in USE)
-    lines = [line for block in blocks_to_run(pages) for line in block]
-    for pattern, path in TRIED.items():
-        assert (REPOSITORY / path).exists(), path
+def test_each_command_is_tried_or_has_a_reason() -> None:
+    lines = [
+        re.sub(r" +# .*", "", line)
+        for page in PAGES_TO_USE
+        for block in blocks(page.read_text(encoding="utf-8"))
+        for line in block
+        if COMMAND.match(line)
+    ]
+    known = {**TRIED, **NOT_TRIED}
+    missing = [line for line in lines if not any(re.match(one, line) for one in known)]
+    assert not missing, "\n".join(missing)
+    for pattern in known:
         assert any(re.match(pattern, line) for line in lines), f"no page has {pattern}"
+    for path in TRIED.values():
+        assert (REPOSITORY / path).exists(), path
 
 
 # docs/results/recipes.md is `make recipes` output, and agrees with the other results.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.core.distributed.dpu_reduce.parameters import Parallelism
 
 from tests.layouts.job import Job
 from tests.megatron.made_up import MadeUp
+from tests.pages import lines_with
 
 RECIPE = (
     *("--num-layers", "12", "--hidden-size", "1536", "--num-attention-heads", "12"),
@@ -51,6 +53,17 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Check:
 def test_the_command_is_this_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *MACHINES, "--", *RECIPE]) == 0
     assert "--use-dpu-reduce: accepted" in capsys.readouterr().out
+
+
+PAGES = lines_with(r"pretrain_(?:dpu_)?gpt\.py .*--(?:use-)?dpu-")
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_flags_of_the_pages_are_accepted(asked: Check, words: list[str]) -> None:
+    (program,) = (at for at, word in enumerate(words) if re.search(r"pretrain_\w*gpt\.py$", word))
+    flags = [word for word in words[program + 1 :] if not word.isupper() and word != "--"]
+    status, text = asked(*RECIPE, *flags)
+    assert status == 0 and "accepted" in text, text
 
 
 def test_a_recipe_that_is_accepted(asked: Check) -> None:
