@@ -45,7 +45,7 @@ def _assemble() -> None:
         raise SystemExit("error: build/byteps could not be assembled, see above")
 
 
-def _drop_moved_build(settings: Settings) -> None:
+def drop_moved_build(settings: Settings) -> None:
     """Deletes a build folder that was made under another path: CMake refuses to use it."""
     folder = Path(str((settings or {}).get("build-dir") or _ROOT / "build/none")).resolve()
     cache = folder / "CMakeCache.txt"
@@ -70,7 +70,7 @@ def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     _assemble()
-    _drop_moved_build(config_settings)
+    drop_moved_build(config_settings)
     return skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 

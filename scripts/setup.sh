@@ -97,8 +97,11 @@ step() {
   trap - EXIT
   set -e
   if ((status != 0)); then
-    printf 'setup: %s FAILED; the end of %s:\n' "$name" "${log#"$root"/}" >&2
-    tail -n 60 "$log" >&2
+    # pip ends with a traceback of its own, far below what CMake or the compiler said.
+    printf 'setup: %s FAILED; errors in %s, and its end:\n' "$name" "${log#"$root"/}" >&2
+    grep -m 10 -A 3 -E 'CMake Error|error: |^error|FAILED: ' "$log" >&2 || true
+    printf -- '...\n' >&2
+    tail -n 30 "$log" >&2
     exit 1
   fi
   grep -E '^(note|warning):' "$log" >&2 || true

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from scripts import build_backend
 from scripts.children import captured
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,6 +104,16 @@ def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
     nothing = 'source scripts/lib/system.sh; keep "$0/none" "$0/x"'
     nowhere = run("bash", "-c", nothing, str(tmp_path))
     assert nowhere.returncode == 1
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_build_folder_of_a_moved_checkout_goes(tmp_path: Path, is_moved: bool) -> None:
+    made = tmp_path / "cmake"
+    made.mkdir()
+    at = "/elsewhere" if is_moved else made
+    (made / "CMakeCache.txt").write_text(f"CMAKE_CACHEFILE_DIR:INTERNAL={at}\n")
+    build_backend.drop_moved_build({"build-dir": str(made)})
+    assert made.exists() != is_moved
 
 
 def test_python_that_does_not_run_is_named() -> None:
