@@ -201,6 +201,7 @@ MODULES = {
     "byteps/torch/c10d/hooks.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/identity.py": "tests/multiproc/test_c10d_groups.py",
     "byteps/torch/c10d/reductions.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/replaced.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/scatters.py": "tests/multiproc/test_fsdp.py",
     "byteps/torch/c10d/ddp.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/work.py": "tests/unit/test_c10d_work.py",

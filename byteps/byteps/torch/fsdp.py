@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from byteps.torch import c_lib, session, wire
 from byteps.torch.c10d import scatters
 from byteps.torch.c10d.reductions import SUMMED, Settings
+from byteps.torch.c10d.replaced import replace_method
 from byteps.torch.figures import setting
 from byteps.torch.wire import WireType
 from torch._compile import _disable_dynamo
@@ -51,24 +53,26 @@ def apply(model: torch.nn.Module, *, wire_dtype: str = "int8", gather_dtype: str
             parameters. "none": parameters travel in their own type.
 
     Raises:
-        BytePSError: torch is too old for this; the text names its version.
+        BytePSError: torch is too old for this, and the text names its version; or this process is
+            in no job.
         ValueError: a type does not exist, or the model has no FSDP2 module.
     """
     _demand("same", wire_dtype, ("same", NONE, *wire.NAMES))
     _demand("int8", gather_dtype, (NONE, "int8"))
-    native = _natives()
+    scatter, gather = _natives()
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError("the model has no module of FSDP2: call fully_shard on its modules first")
+    session.launched()
+    scatter, gather = _copy(scatter), _copy(gather)
+    _serve(scatter, gather, wire_dtype, gather_dtype)
     for module in sharded:
         if wire_dtype != NONE:
-            scatter: Any = _ReduceScatter(native[0], wire_dtype)
-            module.set_custom_reduce_scatter(scatter)
+            module.set_custom_reduce_scatter(scatter())
         if gather_dtype != NONE:
-            gather: Any = _AllGather(native[1])
-            module.set_custom_all_gather(gather)
+            module.set_custom_all_gather(gather())
 
 
 def _demand(like: str, given: str, known: Sequence[str]) -> None:
@@ -86,34 +90,26 @@ def install() -> None:
     """
     if not c_lib.is_set("BYTEPS_FSDP_DTYPES"):
         with contextlib.suppress(session.BytePSError):  # the advice would be of no use
-            _replace(_natives()[0], _advise)
+            replace_method(_natives()[0], "__call__", _advise)
         return
     wire_dtype, _, gather_dtype = setting("BYTEPS_FSDP_DTYPES", str).partition(",")
+    if (wire_dtype, gather_dtype) != (NONE, ""):
+        _serve(*_natives(), wire_dtype, gather_dtype or NONE)
+
+
+def _serve(scatter: type, gather: type, wire_dtype: str, gather_dtype: str) -> None:
+    """Make the objects of torch's two classes, or of copies, call this module."""
     if wire_dtype != NONE:
-        _replace(_natives()[0], functools.partial(reduce_scatter, wire_dtype=wire_dtype))
-    if gather_dtype not in ("", NONE):
-        _replace(_natives()[1], all_gather)
-
-
-def _replace(of: Any, served: Call) -> None:
-    """Make `served` run this class's collectives while the process is in a job."""
-    native = of.__call__
-    if hasattr(native, "__wrapped__"):
-        return
-
-    @functools.wraps(native)
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not session.is_initialized():
-            return native(self, *arguments, **named)
-        return served(self, functools.partial(native, self), *arguments, **named)
-
-    of.__call__ = call
+        ours = functools.partial(reduce_scatter, wire_dtype=wire_dtype)
+        replace_method(scatter, "__call__", ours)
+    if gather_dtype != NONE:
+        replace_method(gather, "__call__", all_gather)
 
 
 @_disable_dynamo
 def _advise(
-    owner: object,
     native: Call,
+    owner: object,
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: dist.ProcessGroup,
@@ -121,14 +117,26 @@ def _advise(
     **named: Any,
 ) -> Any:
     """Run a reduce-scatter by `native`. Say once, on rank 0, that it does not use the servers."""
-    if not _advised and session.rank() == 0 and scatters.spans_hosts(group):
+    if (
+        not _advised
+        and session.is_initialized()
+        and session.rank() == 0
+        and scatters.spans_hosts(group)
+    ):
         _advised.append(True)
         _logger.warning(
             "BYTEPS_C10D=1 alone gains nothing for FSDP2, whose reduce-scatters stay with NCCL or "
             "gloo: set BYTEPS_FSDP_DTYPES on all hosts, to int8 for gradients, int8,int8 for "
             "parameters too, or none to keep them there"
         )
-    return native(output_tensor, input_tensor, group, *arguments, **named)
+    return native(owner, output_tensor, input_tensor, group, *arguments, **named)
+
+
+def _copy(native: type) -> Any:
+    """Return a class with the behaviour that torch gave its own one, whatever `install` did. torch
+    takes its objects for a user's, and does not replace them."""
+    call = inspect.unwrap(vars(native)["__call__"])
+    return type(native.__name__, native.__bases__, {"__call__": call})
 
 
 def _natives() -> tuple[Any, Any]:
@@ -148,37 +156,10 @@ def _natives() -> tuple[Any, Any]:
         ) from None
 
 
-class _Comm:
-    """Base of the two classes that replace torch's own classes for FSDP2's collectives."""
-
-    def __init__(self, native: Any) -> None:
-        """`native`: torch's own class."""
-        self._native = native()
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _ReduceScatter(_Comm):
-    def __init__(self, native: Any, wire_dtype: str) -> None:
-        super().__init__(native)
-        self._wire_dtype = wire_dtype
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return reduce_scatter(self, self._native, *arguments, wire_dtype=self._wire_dtype, **named)
-
-
-class _AllGather(_Comm):
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return all_gather(self, self._native, *arguments, **named)
-
-
 @_disable_dynamo
 def reduce_scatter(
-    owner: object,
     native: Call,
+    owner: object,
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: dist.ProcessGroup,
@@ -189,15 +170,16 @@ def reduce_scatter(
 ) -> Any:
     """Run a reduce-scatter of FSDP2: through the servers if that is faster, otherwise by `native`.
 
-    `owner` is the object of torch that calls this, one per FSDP2 module. The other arguments are
-    those of torch's reduce_scatter_tensor. The input's values are undefined afterwards.
+    `native` is the method of torch that this replaces, and `owner` is its object, one per FSDP2
+    module. The other arguments are those of torch's reduce_scatter_tensor. The input's values are
+    undefined afterwards.
 
     Raises:
         BytePSError: the job failed, and the text names the peer.
     """
     average, factor = _read(op)
     work = None
-    if average is not None:
+    if average is not None and session.is_initialized():
         settings = Settings(
             backend=setting("BYTEPS_C10D_BACKEND", str),
             min_bytes=setting("BYTEPS_C10D_MIN_BYTES", int),
@@ -207,7 +189,7 @@ def reduce_scatter(
             output_tensor, input_tensor, average=average, factor=factor, owner=owner
         )
     if work is None:
-        return native(output_tensor, input_tensor, group, op, async_op)
+        return native(owner, output_tensor, input_tensor, group, op, async_op)
     if async_op:
         return work
     # On a GPU the current stream waits, and the host does not.
@@ -231,8 +213,8 @@ def _read(op: Any) -> tuple[bool | None, float]:
 
 @_disable_dynamo
 def all_gather(
-    owner: object,
     native: Call,
+    owner: object,
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: dist.ProcessGroup,
@@ -243,18 +225,19 @@ def all_gather(
     All ranks, including the owner of a shard, compute with the same rounded values.
     """
     if (
-        input_tensor.dtype not in _GATHERED
+        not session.is_initialized()
+        or input_tensor.dtype not in _GATHERED
         or input_tensor.numel() == 0
         or output_tensor.nbytes < setting("BYTEPS_C10D_MIN_BYTES", int)
         or not scatters.spans_hosts(group)
     ):
-        return native(output_tensor, input_tensor, group, async_op)
+        return native(owner, output_tensor, input_tensor, group, async_op)
     form = wire.int8()
     with torch.no_grad():
         sent = form.empty(input_tensor.numel(), input_tensor.device)
         received = sent.new_empty(group.size() * sent.numel())
         wire.encode(input_tensor.view(-1), form, sent)
-        gathering = native(received, sent, group, async_op)
+        gathering = native(owner, received, sent, group, async_op)
     work = _Gathering(gathering, received, form, output_tensor.view(-1), group.size())
     if async_op:
         return work

@@ -6,7 +6,6 @@ exchange their losses. A communication hook knows its bucket, so that each model
 """
 
 # Annotations are evaluated here: DDP looks at those of a hook.
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,12 @@ import torch.distributed as dist
 from byteps.torch import session
 from byteps.torch.c10d.hooks import BytePSGroup, ddp_comm_hook
 from byteps.torch.c10d.reductions import Settings
+from byteps.torch.c10d.replaced import replace_method
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+Call = Callable[..., None]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 _BUILT_IN = {
@@ -42,36 +43,29 @@ def install() -> None:
     """Give `ddp_comm_hook` to each DDP model that is made from now on, until its script registers
     another hook. Again: do nothing."""
     model = DistributedDataParallel
-    if hasattr(model.__init__, "__wrapped__"):
-        return
-    model.__init__ = _after(model.__init__, _add_hook)
-    model.register_comm_hook = _instead(model.register_comm_hook, _choose)
-    model._register_builtin_comm_hook = _instead(
-        model._register_builtin_comm_hook,
-        lambda served, kind: _choose(served, served.process_group, _BUILT_IN[kind]),
-    )
+    replace_method(model, "__init__", _make)
+    replace_method(model, "register_comm_hook", _register)
+    replace_method(model, "_register_builtin_comm_hook", _register_built_in)
 
 
-def _after(native: Callable[..., None], more: Callable[[Any], None]) -> Callable[..., None]:
-    @functools.wraps(native)
-    def call(self: Any, *arguments: Any, **named: Any) -> None:
-        native(self, *arguments, **named)
-        more(self)
-
-    return call
+def _register(native: Call, model: DistributedDataParallel, state: object, hook: Hook) -> None:
+    if model in _models:
+        _choose(model, state, hook)
+    else:
+        native(model, state, hook)
 
 
-def _instead(native: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
-    """Call `ours` for models that have the hook of this module, and `native` for others."""
+def _register_built_in(
+    native: Call, model: DistributedDataParallel, comm_hook_type: dist.BuiltinCommHookType
+) -> None:
+    if model in _models:
+        _choose(model, model.process_group, _BUILT_IN[comm_hook_type])
+    else:
+        native(model, comm_hook_type)
 
-    @functools.wraps(native)
-    def call(self: Any, *arguments: Any, **named: Any) -> None:
-        (ours if self in _models else native)(self, *arguments, **named)
 
-    return call
-
-
-def _add_hook(model: DistributedDataParallel) -> None:
+def _make(native: Call, model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+    native(model, *arguments, **named)
     if (
         model._comm_hooks  # mixed precision has one
         or not isinstance(model.process_group, BytePSGroup)

@@ -1,0 +1,29 @@
+"""Methods of torch's classes that call this package first."""
+
+# Annotations of torch's methods are kept: DistributedDataParallel reads those of its hooks.
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_replacements: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def replace_method(of: type, name: str, ours: Callable[..., Any]) -> None:
+    """Send the calls of a method to `ours`. A second call for the same method does nothing.
+
+    Args:
+        of: the class, whose present and future objects all change.
+        name: name of the method.
+        ours: gets torch's own method first, and then the object and the arguments of the call.
+    """
+    if vars(of).get(name) in _replacements:
+        return
+    native = getattr(of, name)
+
+    @functools.wraps(native)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        return ours(native, self, *arguments, **named)
+
+    _replacements.add(call)
+    setattr(of, name, call)
