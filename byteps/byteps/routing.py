@@ -73,6 +73,9 @@ class Sum:
     """Bytes of the servers' answers; None: the same as `wire_bytes`."""
     placed: bool = False
     """Whether servers on each rank's host sum its shard."""
+    by_all_reduce: bool = False
+    """Whether the collective all-reduces even if the sum is sharded, as gloo's reduce-scatter does
+    (measured with torch 2.13: 1.50 bytes per byte at 4 ranks, an all-gather 0.75)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +148,8 @@ def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
 
 
 def _collective(what: Sum) -> Load:
-    each = _sent_by_collective(what.hosts, what.sharded, what.instances)
+    is_scattered = what.sharded and not what.by_all_reduce
+    each = _sent_by_collective(what.hosts, is_scattered, what.instances)
     return cost_model.Load(host=each * what.gradient_bytes)
 
 

@@ -49,6 +49,7 @@ def decided(
         wire_bytes=M // 2 if half else M,
         sharded=bool(what.get("instances")),
         instances=what.get("instances", 1),
+        by_all_reduce=bool(what.get("over_gloo")),
     )
     return decide(one, network(hosts, servers), asked)
 
@@ -102,6 +103,8 @@ def test_inside_one_host_nothing_goes_to_servers() -> None:
         # The fully sharded optimizer: a reduce-scatter needs (n-1)/n, less than a push.
         (4, 1, 4, {"instances": 1}, COLLECTIVE, 0.75),
         (4, 2, 4, {"instances": 1}, COLLECTIVE, 0.875),
+        # gloo reduce-scatters by an all-reduce.
+        (4, 1, 4, {"instances": 1, "over_gloo": True}, FLAT, 1.0),
         # Half of the bytes on the wire are less again.
         (4, 1, 4, {"instances": 1, "half": True}, FLAT, 0.5),
         (4, 2, 4, {"instances": 1, "half": True}, NODE_FIRST, 0.5),

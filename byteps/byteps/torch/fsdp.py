@@ -185,7 +185,7 @@ def reduce_scatter(
             min_bytes=setting("BYTEPS_C10D_MIN_BYTES", int),
             wire_dtype=wire_dtype,
         )
-        work = scatters.of_group(group, settings).begin_scatter(
+        work = scatters.of_group(group, settings, input_tensor.device).begin_scatter(
             output_tensor, input_tensor, average=average, factor=factor, owner=owner
         )
     if work is None:

@@ -341,7 +341,9 @@ class Reductions:
 
         Args:
             owner: an object that lives as long as the tensor is reduced, the same on all members.
-                With error feedback each owner's losses are kept apart.
+                With error feedback each owner's losses are kept apart. torch gives each caller
+                another object: DDP a bucket's first parameter, FSDP2 one per module, and a hook is
+                one itself.
         """
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -420,13 +422,15 @@ class Reductions:
     def _decide(self, job: Job, dtype: torch.dtype) -> Decision:
         return decide_for(job, self._ranks, dtype, self._settings)
 
+    def _name(self, flat: torch.Tensor, average: bool, number: int) -> str:
+        """Return the name under which servers know a tensor of the owner with this number."""
+        of_type = str(flat.dtype).removeprefix("torch.")
+        operation = "average" if average else "sum"
+        return f"{self._key}/{of_type}/{flat.numel()}/{operation}/{number}"
+
     def _prepare(self, flat: torch.Tensor, average: bool, number: int) -> Reduction:
         dtype, wire = flat.dtype, self._settings.wire_of(flat.dtype)
-        operation = "average" if average else "sum"
-        of_type = str(dtype).removeprefix("torch.")
-        name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
-        if number:
-            name += f"/{number}"
+        name = self._name(flat, average, number)
         if self._route(dtype) == FLAT:
             self._names.append(Names(name, group=self._ranks))
             return _Flat(name, self._ranks, average, wire)

@@ -38,9 +38,16 @@ class ReduceScatters(Reductions):
     """Reduce-scatters of a group. Every member makes such an object, and all members start the same
     reduce-scatters in the same order."""
 
-    def __init__(self, of: identity.Identity, settings: Settings) -> None:
-        """Create the object; a group has one object per settings. `of`: identity of the group."""
-        super().__init__(of, f"scatter-{settings.wire_dtype}", settings)
+    def __init__(self, of: identity.Identity, settings: Settings, backend: str) -> None:
+        """Create the object; a group has one object per settings and native backend.
+
+        Args:
+            of: identity of the group.
+            settings: settings, the same on all members.
+            backend: torch's name of the backend that reduces what does not go through the servers.
+        """
+        super().__init__(of, f"scatter-{settings.wire_dtype}-{backend}", settings)
+        self._is_gloo = backend == "gloo"
 
     def begin_scatter(
         self,
@@ -58,8 +65,7 @@ class ReduceScatters(Reductions):
             source: all shards, one after the other. Its values are undefined afterwards.
             average: divide the sum by the number of ranks.
             factor: values are multiplied by this factor first.
-            owner: the object that has these gradients, such as an FSDP2 module; the same on all
-                members. With feedback, rounding losses are kept per owner.
+            owner: see `begin`.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
@@ -85,6 +91,7 @@ class ReduceScatters(Reductions):
             wire_bytes=self._settings.wire_of(dtype).nbytes(REFERENCE_BYTES // dtype.itemsize),
             sharded=True,
             placed=bool(job.servers_on),
+            by_all_reduce=self._is_gloo,
         )
         decision = decide(what, job.network, self._settings.backend)
         tell("reduce-scatters", self._ranks, hosts, dtype, decision, self._settings)
@@ -93,9 +100,7 @@ class ReduceScatters(Reductions):
     def _prepare_scatter(
         self, source: torch.Tensor, average: bool, form: WireType, number: int
     ) -> _Scatter:
-        of_type = str(source.dtype).removeprefix("torch.")
-        operation = "average" if average else "sum"
-        name = f"{self._key}/{of_type}/{source.numel()}/{operation}/{number}"
+        name = self._name(source, average, number)
         job, rank = joined(), session.rank()
         host_names = [str(job.hosts[member]) for member in self._ranks]
         layout = HostLayout.of(self._ranks, host_names)
@@ -272,19 +277,20 @@ def _receive(handles: Sequence[int]) -> None:
         operations.synchronize(handle)
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Settings, ReduceScatters]] = (
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Settings, str], ReduceScatters]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def of_group(group: dist.ProcessGroup, settings: Settings) -> ReduceScatters:
-    """Return the reduce-scatters of a group. All members make the first call at the same point of
-    the program."""
-    of_settings = _known.setdefault(group, {})
-    if settings not in of_settings:
-        scatters = of_settings[settings] = ReduceScatters(identity.of_group(group), settings)
+def of_group(group: dist.ProcessGroup, settings: Settings, device: torch.device) -> ReduceScatters:
+    """Return the reduce-scatters of a group for tensors on `device`. All members make the first
+    call at the same point of the program."""
+    known = _known.setdefault(group, {})
+    key = settings, group._get_backend(device).name()
+    if key not in known:
+        scatters = known[key] = ReduceScatters(identity.of_group(group), *key)
         weakref.finalize(group, scatters.close)
-    return of_settings[settings]
+    return known[key]
 
 
 def spans_hosts(group: dist.ProcessGroup) -> bool:
