@@ -233,13 +233,16 @@ def all_gather(
     ):
         return native(owner, output_tensor, input_tensor, group, async_op)
     form = wire.int8()
+    # FSDP2 waits for any work that it is given before it copies the parameters. On a CPU it gathers
+    # the next layer's parameters ahead, which hides nothing if the gather holds up the host.
+    is_awaited_later = async_op or not input_tensor.is_cuda
     with torch.no_grad():
         sent = form.empty(input_tensor.numel(), input_tensor.device)
         received = sent.new_empty(group.size() * sent.numel())
         wire.encode(input_tensor.view(-1), form, sent)
-        gathering = native(owner, received, sent, group, async_op)
+        gathering = native(owner, received, sent, group, is_awaited_later)
     work = _Gathering(gathering, received, form, output_tensor.view(-1), group.size())
-    if async_op:
+    if is_awaited_later:
         return work
     work.wait()
     return None
