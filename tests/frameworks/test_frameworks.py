@@ -153,7 +153,7 @@ ROWS = {
         4,
         False,
     ),
-    "transformers-trainer": (Script(name="plain_trainer.py"), FLAT, 2, False),
+    "transformers-trainer": (Script(name="plain_trainer.py", arguments=["ddp"]), FLAT, 2, False),
     "deepspeed-zero-1": (Script(name="plain_deepspeed.py", arguments=["1"]), FLAT, 2, False),
     "deepspeed-zero-2": (Script(name="plain_deepspeed.py", arguments=["2"]), NODE_FIRST, 1, False),
     # Each sum between hosts has two values.
@@ -167,6 +167,17 @@ ROWS = {
     ),
 }
 """Script, settings, servers, and whether all bits must be equal."""
+
+
+SHARDED = {
+    name: Script(name=f"plain_{name}.py", arguments=["fsdp"], ranks_per_host=1)
+    for name in ("torchtitan", "trainer")
+}
+"""Scripts with FSDP2 over two hosts: each sum has two values."""
+FEW_BITS = "int8,int8"
+NEAR = 0.2
+"""Tolerance of an update in few bits, as a fraction of its length: blocks round gradients and
+parameters by at most 1/254 of a block's largest value."""
 
 
 def demand_same(ours: Learned, theirs: Learned, *, bits: bool) -> None:
@@ -196,3 +207,30 @@ def test_learns_the_same(run_dir: Path, row: str) -> None:
     ), ours.text
     assert reduced >= MOST * ours.steps * ours.nbytes, f"{reduced} bytes of {ours.nbytes} a step"
     demand_same(ours, theirs, bits=bits)
+
+
+@pytest.mark.timeout(4 * LIMIT_S + 100)
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_the_same(run_dir: Path, name: str) -> None:
+    script = SHARDED[name]
+    theirs = script.natively(run_dir / "gloo")
+    for dtypes, nbytes in (("none", 0.0), ("same", 4.0), (FEW_BITS, 130 / 128)):
+        env = {**FLAT, "BYTEPS_FSDP_DTYPES": dtypes}
+        ours, reduced = script.through_servers(run_dir / dtypes, env, 1)
+        is_told = "reduce-scatters of float32" in ours.text
+        assert is_told == (reduced > 0) == (nbytes > 0), f"{reduced} bytes\n{ours.text}"
+        assert reduced >= MOST * ours.steps * ours.nbytes * nbytes / 4, f"{reduced} bytes"
+        if dtypes == FEW_BITS:
+            demand_near(ours, theirs)
+        else:
+            demand_same(ours, theirs, bits=True)
+
+
+def demand_near(ours: Learned, theirs: Learned) -> None:
+    """Check that both have made nearly the same update, and not the same one."""
+    before, mine, other = (
+        torch.cat([each.flatten() for each in values])
+        for values in (theirs.before, ours.after, theirs.after)
+    )
+    distance = float((mine - other).norm() / (other - before).norm())
+    assert 0 < distance < NEAR, distance

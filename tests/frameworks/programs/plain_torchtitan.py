@@ -1,4 +1,4 @@
-"""torchtitan's debug model without BytePS code: torchrun ... SCRIPT ddp|hsdp OUT.
+"""torchtitan's debug model without BytePS code: torchrun ... SCRIPT ddp|hsdp|fsdp OUT.
 
 torchtitan's Trainer requires a GPU: ``Trainer.__init__`` calls ``device_module.set_device``, and
 without an accelerator this is CUDA's (``torchtitan.tools.utils.get_device_info``); later it queries
@@ -40,7 +40,7 @@ def main() -> None:
     config.activation_checkpoint.mode = "none"
     config.comm.trace_buf_size = 0
     size = dist_utils.init_distributed(config.comm)
-    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "hsdp" else 1
+    shards = {"ddp": 1, "hsdp": int(os.environ["LOCAL_WORLD_SIZE"]), "fsdp": size}[kind]
     parallel_dims = ParallelDims(
         dp_replicate=size // shards,
         dp_shard=shards,
@@ -77,7 +77,7 @@ def main() -> None:
         optimizers.zero_grad()
         loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
         # torchtitan makes FSDP add gradients, and divides the loss.
-        (loss / size if kind == "hsdp" else loss).backward()
+        (loss if kind == "ddp" else loss / size).backward()
         dist_utils.clip_grad_norm_(list(model.parameters()), config.training.max_norm)
         optimizers.step()
     save(before, values(model.parameters()), out, STEPS)

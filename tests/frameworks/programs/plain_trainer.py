@@ -1,10 +1,16 @@
-"""A script for transformers' Trainer without BytePS code: torchrun ... SCRIPT OUT."""
+"""A script for transformers' Trainer without BytePS code: torchrun ... SCRIPT ddp|fsdp OUT.
+
+accelerate shards only on accelerators: on CPUs it would ignore ``fsdp=True`` and use DDP. So the
+script makes it take its CPU processes for those of GPUs.
+"""
 
 from __future__ import annotations
 
 import sys
 
 import torch
+from accelerate import DistributedType, PartialState
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -34,7 +40,7 @@ class Numbers(Dataset[dict[str, torch.Tensor]]):
 
 
 def main() -> None:
-    (out,) = sys.argv[1:]
+    kind, out = sys.argv[1:]
     torch.manual_seed(7)
     model = LlamaForCausalLM(CONFIG)
     before = values(model.parameters())
@@ -49,9 +55,16 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        fsdp=kind == "fsdp",
+        fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     )
-    Trainer(model=model, args=arguments, train_dataset=Numbers()).train()
-    save(before, values(model.parameters()), out, STEPS)
+    PartialState(cpu=True)
+    if kind == "fsdp":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = Trainer(model=model, args=arguments, train_dataset=Numbers())
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, FSDPModule) == (kind == "fsdp")
+    save(before, values(trainer.model.parameters()), out, STEPS)
 
 
 if __name__ == "__main__":
