@@ -129,18 +129,21 @@ def _differences(
     return found[:4]
 
 
-def rows(verdicts: dict[tuple[str, str], Verdict]) -> list[list[str]]:
-    """Make the table's rows of scenarios whose cells all ran."""
-    found = []
-    for scenario in scenarios.SCENARIOS:
-        row = [(interface.name, scenario) for interface in interfaces.SERVED]
-        if all(cell in verdicts or cell in NOT_SAYABLE for cell in row):
-            found.append([scenario, *(_text(cell, verdicts) for cell in row)])
-    return found
-
-
-def _text(cell: tuple[str, str], verdicts: dict[tuple[str, str], Verdict]) -> str:
-    return "no groups" if cell in NOT_SAYABLE else verdicts[cell].text
+def rows(
+    verdicts: dict[tuple[str, str], Verdict], written: dict[tuple[str, str], str]
+) -> list[list[str]]:
+    """Make the table's rows of scenarios whose cells all ran, now or for the table as `written`."""
+    texts = {
+        **written,
+        **{cell: verdict.text for cell, verdict in verdicts.items()},
+        **dict.fromkeys(NOT_SAYABLE, "no groups"),
+    }
+    every = [[(i.name, scenario) for i in interfaces.SERVED] for scenario in scenarios.SCENARIOS]
+    return [
+        [row[0][1], *(texts[cell] for cell in row)]
+        for row in every
+        if all(cell in texts for cell in row)
+    ]
 
 
 def names(argument: str) -> Sequence[str]:

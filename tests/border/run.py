@@ -1,4 +1,4 @@
-"""Runs the matrix, or some of its cells, and writes its table.
+"""Runs the matrix, or some of its cells, and writes its table. Other cells stay as they are.
 
 build/venv/bin/python -m tests.border.run [--interface NAME,...] [--scenario NAME,...]
     [--jobs N] [--markdown docs/results/border.md]
@@ -60,7 +60,7 @@ def main() -> int:
     print(f"{len(verdicts) - len(bad)} of {len(verdicts)} cells are good")
     if options.markdown is not None:
         table = Table(begin=BEGIN, head=["", *INTERFACES], keys=list(scenarios.SCENARIOS))
-        table.put(options.markdown, matrix.rows(verdicts))
+        table.put(options.markdown, matrix.rows(verdicts, table.written(options.markdown)))
     return 1 if bad else 0
 
 

@@ -108,16 +108,30 @@ class Table:
         Raises:
             SystemExit: The document has no place for the table.
         """
+        before, there, after = self._parts(document)
+        known = {self.key_of(cells): cells for cells in [*there, *rows]}
+        kept = [known[key] for key in self.keys if key in known]
+        told = [f"Run on {machine}.", ""] if machine else []
+        text = "\n".join(["", *told, *self.lines(kept), ""])
+        document.write_text(f"{before}{self.begin}\n{text}\n{END}{after}", encoding="utf-8")
+
+    def written(self, document: Path) -> dict[tuple[str, str], str]:
+        """Get the cells that a document has, by the names of their column and row."""
+        _, (head, *rows), _ = self._parts(document)
+        return {
+            (column, row[0]): text
+            for row in rows
+            for column, text in zip(head[1:], row[1:], strict=True)
+        }
+
+    def _parts(self, document: Path) -> tuple[str, list[list[str]], str]:
+        """Get the text before the table, its cells, and the text after it."""
         before, begin, rest = document.read_text(encoding="utf-8").partition(self.begin)
         there, end, after = rest.partition(END)
         if not (begin and end):
             raise SystemExit(f"error: {document} has no place for the table ({self.begin})")
-        old = [cells_of(one) for one in there.splitlines() if one.startswith("| ")]
-        known = {self.key_of(cells): cells for cells in [*old, *rows]}
-        kept = [known[key] for key in self.keys if key in known]
-        told = [f"Run on {machine}.", ""] if machine else []
-        text = "\n".join(["", *told, *self.lines(kept), ""])
-        document.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+        cells = [cells_of(one) for one in there.splitlines() if one.startswith("| ")]
+        return before, cells, after
 
 
 def line(cells: Sequence[str]) -> str:
