@@ -540,10 +540,12 @@ class TestEnd:
         assert helper.status == 1 and not nodes.folder.exists()
         assert not capfd.readouterr().err
 
-    def test_logs_of_a_job_that_did_not_start_stay(self, nodes: EmbeddedNodes, add: Add) -> None:
-        add("print('authentication failed', flush=True); import time; time.sleep(600)")
+    def test_logs_of_a_job_that_did_not_start_stay_and_are_named(
+        self, nodes: EmbeddedNodes, add: Add, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        add("import time; time.sleep(600)")
         embedded.stop(keeps_logs=True)
-        assert nodes.folder.exists()
+        assert nodes.folder.exists() and str(nodes.folder) in caplog.text
 
     def test_a_forked_copy_owns_nothing(self, nodes: EmbeddedNodes, add: Add) -> None:
         helper = add("import time; time.sleep(600)")

@@ -156,6 +156,10 @@ def stop(*, keeps_logs: bool = False) -> None:
     if nodes is not None and nodes.is_own:
         nodes.keeps_logs |= keeps_logs
         nodes.end(time.monotonic())
+        if keeps_logs and nodes.children:
+            logger.error(
+                "the job did not start; the logs of its processes here are in %s", nodes.folder
+            )
 
 
 def leave() -> None:
