@@ -74,7 +74,9 @@ def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
     with several_nodes(run_dir) as there:
         outcome = there.run("node", case, note, memory_save_interval=EVERY)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
-    assert _first_steps(outcome) == [1, NEWEST + 1]
+    # The machine may be lost before the newest state is written.
+    first, again = _first_steps(outcome)
+    assert first == 1 and again in (EVERY + 1, NEWEST + 1)
     before, after = places
     # A rank moved to another machine, and the other rank stayed.
     assert len(set(before)) == len(set(after)) == 2

@@ -1,5 +1,4 @@
-"""Cause of a generation's end, and the state for the next generation: scheduler and servers, which
-outlive failing ranks, and the training state, from actors' memory or the checkpoint."""
+"""Cause of a generation's end; scheduler and servers, which outlive failing ranks."""
 
 from __future__ import annotations
 
