@@ -28,6 +28,7 @@ from tests.multiproc.programs.c10d_kit import (
     on_gpu,
     through_servers,
     total,
+    whole_parameters,
 )
 from tests.multiproc.programs.job import Job
 
@@ -193,15 +194,12 @@ def models(job: Job) -> None:
     }
     for name in ("backend", "hook"):
         with job.check(f"DDP by the {name} learns the same"):
-            before = results["gloo"]
-            for mine, theirs in zip(results[name], before, strict=True):
-                torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(results[name], results["gloo"])
     with job.check("two hosts of two shards"):
         count = through_servers()
         ours = _train_hsdp(job, _mesh(job))
         assert through_servers() > count, "nothing went through the servers"
-        for mine, theirs in zip(ours, results["gloo"], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, results["gloo"], rtol=1e-4, atol=1e-5)
     dist.destroy_process_group()
 
 
@@ -315,8 +313,7 @@ def fsdp_hook(job: Job) -> None:
     with job.check("gradients went through the servers"):
         assert through_servers() == before + STEPS * 2, "two layers, and not the root"
     with job.check("the hook learns the same, to the bit"):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other), float((mine - other).abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     dist.destroy_process_group()
 
 
@@ -339,8 +336,7 @@ def _train_hsdp(
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(hook)
     _fit(job, model)
-    parameters: list[Any] = list(model.parameters())
-    return [parameter.full_tensor().detach() for parameter in parameters]
+    return whole_parameters(model)
 
 
 def streams(job: Job) -> None:

@@ -13,6 +13,7 @@ import byteps.torch as bps
 import torch
 import torch.distributed as dist
 from byteps import c10d_plugin
+from torch import nn
 
 from tests.multiproc.programs.devices import device_of
 from tests.multiproc.programs.job import Job
@@ -87,6 +88,12 @@ def through_servers() -> int:
         while bps.get_metrics()["byteps_worker_running_operations"]:
             time.sleep(0.001)
     return int(bps.get_metrics()["byteps_worker_operations_total"])
+
+
+def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Copy the parameters of an FSDP2 model; all ranks must call this."""
+    parameters: list[Any] = list(model.parameters())
+    return [parameter.full_tensor().detach().clone() for parameter in parameters]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from tests.multiproc.programs.c10d_kit import initialize, on_gpu, through_servers
+from tests.multiproc.programs.c10d_kit import (
+    initialize,
+    on_gpu,
+    through_servers,
+    whole_parameters,
+)
 from tests.multiproc.programs.job import Job
 
 STEPS = 3
@@ -67,12 +72,7 @@ def _train(
             model.set_requires_gradient_sync(last)
             model(torch.randn(8, WIDTHS[0])).float().square().mean().backward()
         optimizer.step()
-    return _whole(model)
-
-
-def _whole(model: nn.Module) -> list[torch.Tensor]:
-    parameters: list[Any] = list(model.parameters())
-    return [parameter.full_tensor().detach().clone() for parameter in parameters]
+    return whole_parameters(model)
 
 
 def _plain(model: nn.Module) -> None:
@@ -127,7 +127,7 @@ def exact(job: Job) -> None:
             optimizer.zero_grad()
             model(torch.randn(8, WIDTHS[0])).square().mean().backward()
             optimizer.step()
-        torch.testing.assert_close(_whole(model), theirs)
+        torch.testing.assert_close(whole_parameters(model), theirs)
     dist.destroy_process_group()
 
 
@@ -192,7 +192,7 @@ def gathered(job: Job) -> None:
         dist.all_gather(others, after.detach())
         torch.testing.assert_close(others, [after] * job.size, rtol=0, atol=0)
     with job.check("parameters stay as they are"):
-        torch.testing.assert_close(_whole(ours), _whole(theirs), rtol=0, atol=0)
+        torch.testing.assert_close(whole_parameters(ours), whole_parameters(theirs), rtol=0, atol=0)
     with job.check("they are trained"):
         torch.testing.assert_close(_train(job, ours), _train(job, theirs), rtol=0, atol=0.02)
     with job.check("a checkpoint has them as they are"):
@@ -200,12 +200,12 @@ def gathered(job: Job) -> None:
         dcp.save({"model": get_model_state_dict(ours)}, checkpoint_id=folder)
         kept = {"model": get_model_state_dict(theirs)}
         dcp.load(kept, checkpoint_id=folder)
-        torch.testing.assert_close(_whole(ours), _whole(theirs), rtol=0, atol=0)
+        torch.testing.assert_close(whole_parameters(ours), whole_parameters(theirs), rtol=0, atol=0)
     with job.check("a gather in the background"):
         layer: Any = ours.layers[0]
         handle = layer.unshard(async_op=True)
         handle.wait()
-        (want, *_) = _whole(theirs.layers[0])
+        (want, *_) = whole_parameters(theirs.layers[0])
         torch.testing.assert_close(layer.weight, want, rtol=0, atol=0.02)
     with job.check("the backward pass goes on while another layer is gathered"):
         _gather_ahead(job, ours, given)
