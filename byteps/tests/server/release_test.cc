@@ -226,6 +226,26 @@ TEST_F(ReleaseTest, TheStateOfAnOptimizerGoesWithItsTensor) {
   }
 }
 
+// The successor of a lost server does not know yet who holds a tensor.
+TEST_F(ReleaseTest, AServerThatComesKeepsATensorUntilAllHaveResumed) {
+  const auto resume = [this](int rank) {
+    WireWriter out;
+    out.PutSize(0);
+    return answers_.Await(Tell(rank, MakeRequest(kResume, 0, 0, 0, out.Take()))).body;
+  };
+  Declare(0);
+  EXPECT_EQ(resume(0), "");
+  const uint64_t first = Release(0, {tensor_});
+  EXPECT_FALSE(answers_.Has(first));
+  EXPECT_EQ(Kept().first, 1u);
+  Declare(1);
+  EXPECT_EQ(resume(1), "");
+  EXPECT_FALSE(answers_.Has(first));
+  Release(1, {tensor_});
+  EXPECT_EQ(answers_.Await(first).body, "");
+  EXPECT_TRUE(ComesToKeep(0, 0));
+}
+
 }  // namespace
 }  // namespace core
 }  // namespace byteps
