@@ -31,10 +31,8 @@ BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
 ACCUMULATE = ("--global-batch-size", "12")
 
 CASES = {
-    "fp32": (),
     "fp32-overlap-buckets": BUCKETS,
     "fp32-accumulate-dropout": (*ACCUMULATE, "--hidden-dropout", "0.2"),
-    "bf16": ("--bf16",),
     "per-token-loss": ("--calculate-per-token-loss", *ACCUMULATE),
 }
 
@@ -171,11 +169,9 @@ def test_the_same_bits(fork_server: None, run_dir: Path, case: functional_runs.C
 
 REPRESENTATIVE = (
     "dp3-fp16-wire",
-    "dp4-do-bf16-wire-acc2",
     "dp4-do-bf16-sent-as-int8-overlap",
     "tp2-dp2-overlap",
     "pp2-dp2-tied-acc2",
-    "ep2-dp4-overlap-acc2",
     "cp2-dp2-do-bf16-wire",
     "node2-dp4-overlap-acc2",
     "dp2-do-bf16-wire-fp32-scatter-overlap",
@@ -190,6 +186,8 @@ REPRESENTATIVE = (
 )
 
 THOROUGH = (
+    "dp4-do-bf16-wire-acc2",
+    "ep2-dp4-overlap-acc2",
     "dp2-do-overlap-acc2",
     "dp4-do-inst2-bf16-wire-overlap",
     "node2-dp4-do-overlap",

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from byteps import sizing
 from byteps.cost_model import Servers
 from byteps.forecast import Kind, Training, forecast
 from byteps.torch import routes, wire
@@ -22,10 +21,7 @@ from byteps.torch.routes import (
     Sum,
     decide,
 )
-from megatron.core.distributed.dpu_reduce import check
 from megatron.core.distributed.dpu_reduce.advice import brief, describe, types
-
-from tests.megatron.test_check import RECIPE
 
 M = 1 << 30
 
@@ -263,21 +259,3 @@ def test_the_bytes_of_each_type_are_told() -> None:
     assert "come back" not in told
     told = types([*buckets, bucket(routes.FLAT, 12_800_000, 0, updated=True)])
     assert told.endswith("; 13.00 MB come back as int8 differences")
-
-
-@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
-@pytest.mark.parametrize("fraction", [0, 0.5, 1])
-def test_all_tools_give_one_answer(
-    capsys: pytest.CaptureFixture[str], hosts: int, fraction: float
-) -> None:
-    """The calculator, the check, and a job's start, for each number of spare machines."""
-    spare = int(hosts * fraction)
-    words = ("--hosts", str(hosts), "--gpus-per-host", "2", "--link-gbps", "10")
-    model = ("--parameters", "418.8M", "--optimizer", "replicated", "--servers", str(spare))
-    assert sizing.main([*model, *words]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    (answer,) = (line for line in printed if line.startswith("Answer: "))
-    machines = sizing.machines_of(check._parser().parse_args([*words, "x"]), spare)
-    verdict = check.judge(check.parse(RECIPE, world=machines.world, architecture=9), machines)
-    assert check.render(verdict, machines).splitlines()[-1] == answer
-    assert verdict.forecast and answer[8:] in brief(verdict.forecast).splitlines()[-1]
