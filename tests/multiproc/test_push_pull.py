@@ -256,7 +256,7 @@ def test_a_backward_pass_that_raises_on_one_rank(make_cluster: Callable[..., Clu
     cluster.demand_checks()
 
 
-PROGRAMS = ("clipped", "passes", "compressed", "state", "broadcasts")
+PROGRAMS = ("clipped", "compressed", "state", "broadcasts")
 
 
 @pytest.mark.parametrize(
