@@ -47,7 +47,7 @@ SANITIZED = {
     "thread": ("connection_test", "unit_test", "sum_worker", "byteps-server"),
 }
 """Programs by the sanitizers with which they can be built."""
-BUILD_LIMIT_S = 1200
+BUILD_LIMIT_S = 3600
 """Limit in seconds, for a machine with other builds at the same time."""
 
 

@@ -267,7 +267,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
 
     def choose(name: str, peers: list[int], leaves: bool) -> Choice:
         said.append(leaves)
-        return Choice(joiner=-1, life=0, present=(True, True), leaving=(leaves, False))
+        return Choice(joiner=-1, ready_epoch=0, present=(True, True), leaving=(leaves, False))
 
     def all_want(wanted: bool, what: str) -> bool:
         notice.told = True  # All others, too.

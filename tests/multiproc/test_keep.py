@@ -110,7 +110,7 @@ def test_killed_scheduler(make_cluster: Make) -> None:
     demand_well(cluster)
 
 
-def test_stopped_worker_of_an_old_incarnation(make_cluster: Make) -> None:
+def test_stopped_worker_of_an_old_generation(make_cluster: Make) -> None:
     """The worker is lost for its silence while a worker of the next generation waits for the same
     place. When the old worker continues, it gets an error, and has no effect."""
     cluster = loops(make_cluster, workers=2, servers=1)

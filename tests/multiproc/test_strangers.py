@@ -95,7 +95,7 @@ def test_a_server_takes_its_own_job_alone(steady: Cluster) -> None:
         assert "another job" in said
 
 
-def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
+def test_a_server_takes_its_own_generation_alone(steady: Cluster) -> None:
     """A connection of an older or newer generation of the job is refused by its number."""
     nodes = nodes_of(steady)
     hello = Hello(job=job_of(nodes["scheduler"]) + 1, node_id=WORKER_0)

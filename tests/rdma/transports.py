@@ -96,7 +96,7 @@ class RemoteRun:
                 break
             if ended or time.monotonic() > deadline:
                 how = "ended" if ended else f"said nothing for {SILENCE_S:g} s"
-                self.broken = f"the guest {how} before {test} was done (a test before)"
+                self.broken = f"the guest {how} before {test} was done, in an earlier test"
                 words = self._guest.last_words()
                 raise VmError(f"the guest {how} before {test} was done\n{words}")
             time.sleep(0.05)

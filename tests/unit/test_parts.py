@@ -183,7 +183,7 @@ FREQUENT = {
     "DeparturesTogether",
     "FailedInJoin",
     "GoneAlready",
-    "IncarnationEnds",
+    "GenerationEnds",
     "LastLeaves",
     "LastWord",
     "LinkReported",

@@ -199,8 +199,8 @@ namespace ps {
   X(kDeparturesTogether, "several workers that left are told of together")             \
   X(kSaysGoodbye, "a worker says goodbye")                                             \
   X(kLastLeaves, "the last worker leaves")                                             \
-  X(kIncarnationEnds, "a scheduler that keeps the cluster ends a generation")          \
-  X(kOldIncarnation, "a message comes of an older generation")                         \
+  X(kGenerationEnds, "a scheduler that keeps the cluster ends a generation")           \
+  X(kOldGeneration, "a message comes of an older generation")                          \
   X(kCameWhileTurning, "a node comes while the scheduler ends a generation")           \
   X(kEndedAlready, "the last worker leaves a job that is over")                        \
   X(kLastWord, "the scheduler's connection closes, and its last word may still come")  \

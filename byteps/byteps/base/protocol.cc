@@ -166,15 +166,15 @@ const char* NameOf(KeyHash hash) {
 
 namespace {
 
-uint64_t KeyOf(const Declaration& d, uint32_t life) {
+uint64_t KeyOf(const Declaration& d, uint32_t releases) {
   const uint32_t lowest = d.group.empty() ? 0 : d.group.front();
-  const uint64_t seed = HashBytes(&lowest, sizeof(lowest), life);
+  const uint64_t seed = HashBytes(&lowest, sizeof(lowest), releases);
   return HashBytes(d.name.data(), d.name.size(), seed) << kPartitionBits;
 }
 
 }  // namespace
 
-uint64_t Declaration::Key() const { return KeyOf(*this, life); }
+uint64_t Declaration::Key() const { return KeyOf(*this, releases); }
 
 uint64_t Declaration::KeyOfName() const { return KeyOf(*this, 0); }
 
@@ -208,7 +208,7 @@ std::string Declaration::Describe() const {
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
          (patience.quorum > 0 ? ", " + patience.Describe() : "") +
          (rule ? ", updated by " + rule->Describe() : "") +
-         (life > 0 ? ", declared anew after " + std::to_string(life) + " releases" : "");
+         (releases > 0 ? ", declared anew after " + std::to_string(releases) + " releases" : "");
 }
 
 std::string Patience::Describe() const {
@@ -275,7 +275,7 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && life == o.life && dtype == o.dtype && average == o.average &&
+  return name == o.name && releases == o.releases && dtype == o.dtype && average == o.average &&
          in_order == o.in_order && feedback == o.feedback && stochastic == o.stochastic &&
          bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
          hash == o.hash && patience == o.patience && group == o.group &&
@@ -355,7 +355,7 @@ bool ReadTensor(WireReader* in, const std::vector<RankGroup>& groups, Declaratio
   d->partition_bytes = in->Get<uint32_t>();
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
-  d->life = in->Get<uint32_t>();
+  d->releases = in->Get<uint32_t>();
   d->name = in->GetText();
   if (!in->ok() || dtype >= kNumDTypes || (flags & ~kAllFlags) != 0 || group >= groups.size()) {
     return false;
@@ -398,7 +398,7 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
     out.Put(d.partition_bytes);
     out.Put(d.placement);
     out.Put(groups.Add(d.group));
-    out.Put(d.life);
+    out.Put(d.releases);
     out.PutText(d.name);
     if (d.rule) out.PutText(d.rule->Pack());
   }

@@ -160,11 +160,11 @@ struct UpdateStep {
 // server r, its primary: it has a copy of the primary's state. recovery/server/backup_link.h
 // describes the messages between the two.
 //
-// Keys: a tensor's key is a hash of its name, its life and its group's lowest rank, shifted left by
-// 16. A partition's key is the tensor's key plus the partition's index. So keys depend neither on
-// the order of declarations nor on the number of ranks. If members disagree on anything else in a
-// declaration, or if two names have the same hash, the server gets different declarations with the
-// same key, and refuses them.
+// Keys: a tensor's key is a hash of its name, the number of earlier tensors with this name, and its
+// group's lowest rank, shifted left by 16. A partition's key is the tensor's key plus the
+// partition's index. So keys depend neither on the order of declarations nor on the number of
+// ranks. If members disagree on anything else in a declaration, or if two names have the same hash,
+// the server gets different declarations with the same key, and refuses them.
 
 enum Op : int {
   kDeclare = 1,
@@ -213,7 +213,7 @@ struct Patience {
 // A tensor that is reduced: all members of its group must agree on everything here.
 struct Declaration {
   std::string name;
-  uint32_t life = 0;  // number of earlier tensors with this name that were released
+  uint32_t releases = 0;  // number of earlier tensors with this name that were released
   DType dtype = DType::kFloat32;
   bool average = false;
   // Servers add pushes in the order of ranks instead of arrival, so a repeated sum has the same
@@ -234,7 +234,7 @@ struct Declaration {
   std::shared_ptr<const UpdateRule> rule;  // null: the tensor is only reduced
 
   uint64_t Key() const;
-  // Returns the key of the first tensor with this name, the same in each life.
+  // Returns the key of the first tensor with this name, whatever the number of releases.
   uint64_t KeyOfName() const;
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Returns the bytes of partition `index`.
@@ -312,7 +312,7 @@ uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 //                                                    16 = in the order of ranks
 //                                      u64 bytes     u32 partition bytes   u64 placement
 //                                      u32 group, an index into the groups above
-//                                      u32 life
+//                                      u32 releases
 //                                      u32 length of the name, then the name
 //                                      if it has a rule: u32 its length, then the UpdateRule
 

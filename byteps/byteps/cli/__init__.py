@@ -19,7 +19,7 @@ COMMANDS = {
     "patch": ("byteps.cli.patch:patch", "patch a Megatron-LM checkout, or megatron-core in place"),
     "unpatch": ("byteps.cli.patch:unpatch", "undo that"),
     "status": ("byteps.cli.patch:status", "say whether a Megatron is patched"),
-    "doctor": ("byteps.cli.doctor:main", "say what is wrong on this host, and what it would do"),
+    "doctor": ("byteps.cli.doctor:main", "check this host, and say what a job would do here"),
     "check": ("byteps.cli.check:main", "say what the flags would do for Megatron's arguments"),
     "sizing": ("byteps.sizing:main", "compute what servers would gain and need"),
     "try": ("byteps.trial.__main__:main", "run a launch line plain and through servers"),

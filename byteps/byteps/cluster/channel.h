@@ -142,11 +142,11 @@ class Channel {
 
   // On a worker, after Start: whether this worker's replica joins a running job
   // (docs/design/replicas.md). Such a worker calls SayReady when it can take part. The other
-  // workers then call AskToAdmit for this life of the replica, while all of them are between two
+  // workers then call AskToAdmit with the replica's ready epoch, while all of them are between two
   // steps.
   virtual bool is_late() const { return false; }
   virtual void SayReady() {}
-  virtual void AskToAdmit(int /*replica*/, int /*life*/) {}
+  virtual void AskToAdmit(int /*replica*/, int /*ready_epoch*/) {}
 
   // On a server: reports the worker of `rank`, for which other workers wait in round `round` of the
   // tensor `name`. SayLate asks the scheduler to remove this worker's replica, since the worker

@@ -267,9 +267,10 @@ void Session::SayReady() {
   AskNode([](ps::NodeMembership* node) { node->SayOfReplica(ps::membership::Ready()); });
 }
 
-void Session::AskToAdmit(int replica, int life) {
-  AskNode(
-      [=](ps::NodeMembership* node) { node->SayOfReplica(ps::membership::Admit{replica, life}); });
+void Session::AskToAdmit(int replica, int ready_epoch) {
+  AskNode([=](ps::NodeMembership* node) {
+    node->SayOfReplica(ps::membership::Admit{replica, ready_epoch});
+  });
 }
 
 void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {

@@ -76,7 +76,7 @@ class Session : public Channel {
   bool is_late() const override;
   bool lacks_scheduler() const override;
   void SayReady() override;
-  void AskToAdmit(int replica, int life) override;
+  void AskToAdmit(int replica, int ready_epoch) override;
   void SayAwaited(int rank, const std::string& name, uint32_t round) override;
   void SayLate(int rank, const std::string& why) override;
   int rank() const override;

@@ -14,13 +14,13 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Limit of a turn: its first copy waits for its last, at most for the 20 to 40 us that this many
+// Limit of a batch: its first copy waits for its last, at most for the 20 to 40 us that this many
 // bytes take. A larger copy goes alone, without polling.
 constexpr size_t kMostBytes = 1 << 20;
 
 }  // namespace
 
-void CopyQueue::Turn::CallDone() const {
+void CopyQueue::Batch::CallDone() const {
   for (const Entry& entry : entries) entry.done();
 }
 
@@ -31,7 +31,7 @@ void CopyQueue::Add(Entry entry) {
     if (taken_) return PS_PROBE(kCopyLeft);
     taken_ = true;
   }
-  for (Turn turn; TakeTurn(&turn); turn = Turn()) Give(std::move(turn));
+  for (Batch batch; TakeBatch(&batch); batch = Batch()) Give(std::move(batch));
 }
 
 bool CopyQueue::Leave(Entry* entry) {
@@ -42,36 +42,36 @@ bool CopyQueue::Leave(Entry* entry) {
   return true;
 }
 
-bool CopyQueue::TakeTurn(Turn* turn) {
+bool CopyQueue::TakeBatch(Batch* batch) {
   ps::MutexLock lock(&mu_);
   BPS_INVARIANT_NOTED("one thread at a time gives copies", taken_, "nobody had begun to");
   while (!waiting_.empty()) {
     const size_t bytes = waiting_.front().copy.bytes;
-    if (!turn->entries.empty() && turn->bytes + bytes > kMostBytes) break;
-    turn->bytes += bytes;
-    turn->entries.splice(turn->entries.end(), waiting_, waiting_.begin());
+    if (!batch->entries.empty() && batch->bytes + bytes > kMostBytes) break;
+    batch->bytes += bytes;
+    batch->entries.splice(batch->entries.end(), waiting_, waiting_.begin());
   }
-  taken_ = !turn->entries.empty();
+  taken_ = !batch->entries.empty();
   return taken_;
 }
 
-void CopyQueue::Give(Turn turn) noexcept {
+void CopyQueue::Give(Batch batch) noexcept {
   // Made in advance.
   static const std::string kNoMemory =
       "this process is out of memory: it cannot copy between a GPU and memory";
-  std::shared_ptr<Turn> given;
+  std::shared_ptr<Batch> given;
   std::string failure;
   const std::string* error = &failure;
   try {
-    given = std::make_shared<Turn>();
-    std::swap(*given, turn);
+    given = std::make_shared<Batch>();
+    std::swap(*given, batch);
     AwaitOrCall(given);
   } catch (const std::bad_alloc&) {
     error = &kNoMemory;
   } catch (const std::exception& e) {
     failure = e.what();
   }
-  for (const Entry& entry : given ? given->entries : turn.entries) TellBegun(entry, *error);
+  for (const Entry& entry : given ? given->entries : batch.entries) TellBegun(entry, *error);
 }
 
 void CopyQueue::TellBegun(const Entry& entry, const std::string& error) {
@@ -82,13 +82,13 @@ void CopyQueue::TellBegun(const Entry& entry, const std::string& error) {
   }
 }
 
-void CopyQueue::AwaitOrCall(const std::shared_ptr<const Turn>& turn) {
+void CopyQueue::AwaitOrCall(const std::shared_ptr<const Batch>& batch) {
   std::vector<Copy> copies;
-  for (const Entry& entry : turn->entries) copies.push_back(entry.copy);
+  for (const Entry& entry : batch->entries) copies.push_back(entry.copy);
   DeviceCopies* const device = DeviceCopies::Of(device_);
   const DeviceMoment copied = device->Enqueue(lane_, copies);
-  const auto done = [turn] { turn->CallDone(); };
-  if (turn->bytes > kMostBytes) return device->CallAfter(lane_, copied, done);
+  const auto done = [batch] { batch->CallDone(); };
+  if (batch->bytes > kMostBytes) return device->CallAfter(lane_, copied, done);
   if (device->AwaitOrCallAfter(lane_, copied, done)) done();
 }
 

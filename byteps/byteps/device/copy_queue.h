@@ -16,8 +16,8 @@ namespace core {
 // Queue of an engine's copies between a GPU and pinned memory, in a direction.
 //
 // A driver serves one caller at a time, and concurrent callers delay each other for longer than
-// their copies take. So only one thread calls the driver, in turns; copies that others add
-// meanwhile go with its next turn. It polls briefly for the copies of a turn, which takes less
+// their copies take. So only one thread calls the driver, in batches; copies that others add
+// meanwhile go with its next batch. It polls briefly for the copies of a batch, which takes less
 // time, and less CPU time, than a callback by the driver, which wakes two threads.
 //
 // Thread-safe.
@@ -48,7 +48,7 @@ class CopyQueue {
   using Entries = std::list<Entry>;
 
   // Copies given to the device together; at least one.
-  struct Turn {
+  struct Batch {
     Entries entries;
     size_t bytes = 0;
 
@@ -56,13 +56,13 @@ class CopyQueue {
   };
 
   // Returns false if there is nothing to give; this thread then stops giving.
-  bool TakeTurn(Turn* turn);
+  bool TakeBatch(Batch* batch);
   // Does not throw: the giving thread must continue with the next copies.
-  void Give(Turn turn) noexcept;
+  void Give(Batch batch) noexcept;
   // If it cannot deliver the error, the operation ends by its time-out.
   static void TellBegun(const Entry& entry, const std::string& error);
   // Waits until the copies are done, or the driver is to report them.
-  void AwaitOrCall(const std::shared_ptr<const Turn>& turn);
+  void AwaitOrCall(const std::shared_ptr<const Batch>& batch);
 
   const int device_;
   const CopyLane lane_;

@@ -54,8 +54,8 @@ Declarations::EntryPtr Declarations::Find(const TensorSpec& spec) {
   while (true) {
     {
       ps::MutexLock lock(&mu_);
-      const auto life = lives_.find(id);
-      declaration.life = life == lives_.end() ? 0 : life->second;
+      const auto releases = releases_.find(id);
+      declaration.releases = releases == releases_.end() ? 0 : releases->second;
       if (const auto it = entries_.find(id); it != entries_.end()) entry = it->second;
     }
     if (entry) break;
@@ -67,15 +67,15 @@ Declarations::EntryPtr Declarations::Find(const TensorSpec& spec) {
     made->tensor->window.SetSize(declaration.MostRoundsOpen());
     made->tensor->layout = plan_->LayOut(declaration);
     ps::MutexLock lock(&mu_);
-    const auto life = lives_.find(id);
-    if (declaration.life != (life == lives_.end() ? 0 : life->second)) continue;
+    const auto releases = releases_.find(id);
+    if (declaration.releases != (releases == releases_.end() ? 0 : releases->second)) continue;
     if (const auto it = rounds_.find(id); it != rounds_.end()) {
       made->tensor->rounds = made->tensor->oldest = it->second;
     }
     entry = entries_.emplace(id, std::move(made)).first->second;
   }
   const Declaration& before = entry->tensor->declaration;
-  declaration.life = before.life;
+  declaration.releases = before.releases;
   if (before == declaration) return entry;
   throw UsageError("'" + spec.name + "' was " + before.Describe() + " before and is " +
                    declaration.Describe() + " now: give different tensors different names");
@@ -291,7 +291,7 @@ void Declarations::Fail(const std::string& reason) {
 ProgressByTensor Declarations::Rounds() {
   ProgressByTensor progress;
   ps::MutexLock lock(&mu_);
-  for (const auto& [id, life] : lives_) progress[id].life = life;
+  for (const auto& [id, releases] : releases_) progress[id].releases = releases;
   for (const auto& [id, entry] : entries_) progress[id].rounds = entry->tensor->rounds;
   return progress;
 }
@@ -310,19 +310,19 @@ void Declarations::SetRounds(const ProgressByTensor& progress) {
   std::vector<TensorPtr> idle;
   {
     ps::MutexLock lock(&mu_);
-    std::vector<std::string> of_other_lives;
+    std::vector<std::string> with_other_releases;
     for (const auto& [id, entry] : entries_) {
       const auto it = progress.find(id);
       const Progress at = it == progress.end() ? Progress() : it->second;
-      if (entry->tensor->declaration.life != at.life) of_other_lives.push_back(id);
+      if (entry->tensor->declaration.releases != at.releases) with_other_releases.push_back(id);
     }
-    for (const std::string& id : of_other_lives) {
-      if (TensorPtr tensor = EndLife(id)) idle.push_back(std::move(tensor));
+    for (const std::string& id : with_other_releases) {
+      if (TensorPtr tensor = ReleaseId(id)) idle.push_back(std::move(tensor));
     }
-    lives_.clear();
+    releases_.clear();
     rounds_.clear();
     for (const auto& [id, at] : progress) {
-      if (at.life > 0) lives_[id] = at.life;
+      if (at.releases > 0) releases_[id] = at.releases;
       rounds_[id] = at.rounds;
       const auto it = entries_.find(id);
       if (it != entries_.end()) it->second->tensor->rounds = it->second->tensor->oldest = at.rounds;
@@ -333,8 +333,8 @@ void Declarations::SetRounds(const ProgressByTensor& progress) {
 
 // ------------------------------------------------------------------ release
 
-TensorPtr Declarations::EndLife(const std::string& id) {
-  ++lives_[id];
+TensorPtr Declarations::ReleaseId(const std::string& id) {
+  ++releases_[id];
   rounds_.erase(id);
   const auto it = entries_.find(id);
   if (it == entries_.end()) return nullptr;
@@ -351,7 +351,7 @@ void Declarations::Release(const std::vector<std::string>& names, uint32_t lowes
   {
     ps::MutexLock lock(&mu_);
     for (const std::string& name : names) {
-      TensorPtr tensor = EndLife(std::to_string(lowest_rank) + "/" + name);
+      TensorPtr tensor = ReleaseId(std::to_string(lowest_rank) + "/" + name);
       if (tensor) idle.push_back(std::move(tensor));
     }
   }

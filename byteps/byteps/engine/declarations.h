@@ -23,8 +23,8 @@ namespace core {
 
 // A worker's progress with the name of a tensor.
 struct Progress {
-  uint32_t life = 0;    // number of times that the worker has released the name
-  uint32_t rounds = 0;  // number of rounds that the worker has begun since then
+  uint32_t releases = 0;  // number of times that the worker has released the name
+  uint32_t rounds = 0;    // number of rounds that the worker has begun since then
   bool operator==(const Progress&) const = default;
 };
 // Progress by id of a name. An id consists of the group's lowest rank and the name.
@@ -54,8 +54,7 @@ class Declarations {
   // Releases the names of tensors whose groups have this lowest rank. From now on the names can be
   // declared anew, with any shape. Servers free a tensor when all members have released it; this
   // worker frees it when its operations have ended. Also counts the release of a name that was
-  // never declared, since members that have released a name equally often declare the same life of
-  // it.
+  // never declared: members that have released a name equally often declare the same tensor.
   //
   // Keeps the number of releases of each name that was ever released.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank);
@@ -83,7 +82,7 @@ class Declarations {
   // Returns the names whose next round is at most the round given for the name.
   std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
   // Adopts the progress of another worker, for names that will be declared, or that are declared
-  // and have begun no round. Gives back tensors whose life differs from the adopted one.
+  // and have begun no round. Gives back tensors whose releases differ from the adopted ones.
   void SetRounds(const ProgressByTensor& progress);
 
   size_t size();
@@ -133,9 +132,8 @@ class Declarations {
   void SetState(const std::vector<EntryPtr>& entries, State state);
   // Waits until no other thread declares any of these entries. Returns whether all are declared.
   bool AwaitOthers(const std::vector<EntryPtr>& entries);
-  // Ends the current life of the name with this id. Returns the tensor of that life if nothing else
-  // uses it, otherwise null.
-  TensorPtr EndLife(const std::string& id) PS_REQUIRES(mu_);
+  // Counts a release of this id. Returns its tensor if nothing else uses it, otherwise null.
+  TensorPtr ReleaseId(const std::string& id) PS_REQUIRES(mu_);
 
   const uint64_t job_;
   const Plan* const plan_;
@@ -147,9 +145,9 @@ class Declarations {
   ps::Mutex mu_;
   ps::CondVar cond_;  // an answer came, a state changed, or the job failed
   std::string failure_ PS_GUARDED_BY(mu_);
-  std::map<std::string, EntryPtr> entries_ PS_GUARDED_BY(mu_);  // by id
-  std::map<uint64_t, Told> told_ PS_GUARDED_BY(mu_);            // by key, until freed
-  std::map<std::string, uint32_t> lives_ PS_GUARDED_BY(mu_);    // by id; zeros are left out
+  std::map<std::string, EntryPtr> entries_ PS_GUARDED_BY(mu_);   // by id
+  std::map<uint64_t, Told> told_ PS_GUARDED_BY(mu_);             // by key, until freed
+  std::map<std::string, uint32_t> releases_ PS_GUARDED_BY(mu_);  // by id; zeros are left out
   // Rounds begun of tensors that are not declared yet (SetRounds), by id.
   std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_

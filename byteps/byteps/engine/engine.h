@@ -84,7 +84,9 @@ class Engine : public ChannelUser {
   ps::ReplicaView Replicas();
   bool is_late() const { return context_.channel->is_late(); }
   void SayReady() { context_.channel->SayReady(); }
-  void AskToAdmit(int replica, int life) { context_.channel->AskToAdmit(replica, life); }
+  void AskToAdmit(int replica, int ready_epoch) {
+    context_.channel->AskToAdmit(replica, ready_epoch);
+  }
   // Tensors for which other workers wait for this worker's next push.
   std::vector<std::string> Awaited();
   // Returns the ranks whose values were missing in sums since the last call.

@@ -123,7 +123,7 @@ class Worker {
   std::vector<std::string> Awaited() { return Started()->Awaited(); }
   bool IsLate() { return Started()->is_late(); }
   void SayReady() { Started()->SayReady(); }
-  void AskToAdmit(int replica, int life) { Started()->AskToAdmit(replica, life); }
+  void AskToAdmit(int replica, int ready_epoch) { Started()->AskToAdmit(replica, ready_epoch); }
   std::vector<int> TakeMissing() { return Started()->TakeMissing(); }
   ProgressByTensor Rounds() { return Started()->Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { Started()->SetRounds(progress); }

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise
         if file.exists():
             print(
-                "byteps: this replica was told to end (SIGTERM), and has left the others",
+                "byteps: this replica got SIGTERM and has left the job",
                 flush=True,
             )
             return STATUS

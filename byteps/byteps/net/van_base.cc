@@ -81,7 +81,7 @@ class VanLinks : public MembershipLinks {
   std::string DialError() override { return OfItsJob()->DialError(kScheduler); }
   bool IsBroken(int node_id) override { return OfItsJob()->IsBroken(node_id); }
   int host_mbps() const override { return HostMbps(van_->node(), nics_); }
-  void SetIncarnation(int incarnation) override { van_->SetIncarnation(incarnation); }
+  void SetGeneration(int generation) override { van_->SetGeneration(generation); }
   uint64_t job() const override { return Number()->get(); }
   void SetJob(uint64_t job) override { Number()->Set(job); }
 

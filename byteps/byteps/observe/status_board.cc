@@ -161,7 +161,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   ++entry.records;
 }
 
-void StatusBoard::OnIncarnation() {
+void StatusBoard::OnGeneration() {
   ps::MutexLock lock(&mu_);
   entries_.clear();
 }
@@ -344,7 +344,7 @@ std::string StatusBoard::Json() {
              .Text("time", TimeText(UnixMs()))
              .Number("uptime_s", shot.uptime_s)
              .Text("state", NameOf(shot.view.phase))
-             .Number("incarnation", shot.view.incarnation)
+             .Number("generation", shot.view.generation)
              .Text("reason", shot.view.failure)
              .Raw("workers", counts("worker", shot.view.workers))
              .Raw("servers", counts("server", shot.view.servers))
@@ -369,7 +369,7 @@ std::string StatusBoard::Text() {
   std::string out = Format(
       "job %s%s at %s: %d of %s workers, %d of %s servers, up %llu s, byteps %s\n",
       NameOf(shot.view.phase),
-      shot.view.incarnation > 1 ? Format(", generation %d,", shot.view.incarnation).c_str() : "",
+      shot.view.generation > 1 ? Format(", generation %d,", shot.view.generation).c_str() : "",
       shot.address.c_str(), workers, expected(shot.view.workers).c_str(), servers,
       expected(shot.view.servers).c_str(), static_cast<unsigned long long>(shot.uptime_s),
       version_.c_str());

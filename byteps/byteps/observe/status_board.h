@@ -35,7 +35,7 @@ class StatusBoard {
   void OnReport(int node_id, const std::string& report);
 
   // Forgets the job's nodes: they are gone, and others will come.
-  void OnIncarnation();
+  void OnGeneration();
 
   // Returns an object whose members docs/use/observability.md lists.
   std::string Json();

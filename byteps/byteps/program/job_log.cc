@@ -123,10 +123,10 @@ void JobLog::SayComplete(const MembershipEvent& event) {
   joined_counted_ = 0;
   const std::string numbers =
       Plural(event.workers, "worker") + " and " + Plural(event.servers, "server");
-  if (event.incarnation == 1) {
+  if (event.generation == 1) {
     BPS_LOG(INFO) << "admitted: the job is complete, " << numbers;
   } else {
-    BPS_LOG(INFO) << "restarted: generation " << event.incarnation << " of the job is complete, "
+    BPS_LOG(INFO) << "restarted: generation " << event.generation << " of the job is complete, "
                   << numbers;
   }
 }

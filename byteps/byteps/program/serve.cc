@@ -282,12 +282,12 @@ class Node : public ChannelUser {
       return;
     }
     const bool is_scheduler = server_ == nullptr;
-    if (event.kind == ps::MembershipEvent::kFailed && event.next_incarnation > 0) {
-      if (board_ != nullptr) board_->OnIncarnation();
+    if (event.kind == ps::MembershipEvent::kFailed && event.next_generation > 0) {
+      if (board_ != nullptr) board_->OnGeneration();
       ps::WriteLogLine('W', event.file, event.line,
-                       "generation " + std::to_string(event.next_incarnation - 1) +
+                       "generation " + std::to_string(event.next_generation - 1) +
                            " of the job failed: " + event.reason + "; waiting for generation " +
-                           std::to_string(event.next_incarnation));
+                           std::to_string(event.next_generation));
       return;
     }
     ps::MutexLock lock(&outcome_->mu);

@@ -195,10 +195,11 @@ void DefineReplicas(nb::module_* m) {
       "replicas",
       [] {
         const ps::ReplicaView view = GetWorker()->Replicas();
-        return std::make_tuple(view.epoch, view.present, view.waiting, view.lives, view.donors,
-                               view.news);
+        return std::make_tuple(view.epoch, view.present, view.waiting, view.ready_epochs,
+                               view.donors, view.news);
       },
-      "(epoch, a '1' for each that is present, a '1' for each that waits, the life of each, its "
+      "(epoch, a '1' for each that is present, a '1' for each that waits, the ready epoch of each, "
+      "its "
       "donor, what has changed); without any where the scheduler has told nothing yet.",
       Unlocked());
   m->def(
@@ -209,18 +210,19 @@ void DefineReplicas(nb::module_* m) {
       "Tensors of which others wait for the next push of this worker.", Unlocked());
   m->def("say_ready", [] { GetWorker()->SayReady(); }, Unlocked());
   m->def(
-      "ask_to_admit", [](int replica, int life) { GetWorker()->AskToAdmit(replica, life); },
-      nb::arg("replica"), nb::arg("life"), Unlocked());
+      "ask_to_admit",
+      [](int replica, int ready_epoch) { GetWorker()->AskToAdmit(replica, ready_epoch); },
+      nb::arg("replica"), nb::arg("ready_epoch"), Unlocked());
   m->def(
       "take_missing", [] { return GetWorker()->TakeMissing(); },
       "Ranks whose values sums have lacked, since this was called last.", Unlocked());
-  // By tensor: (life, rounds).
+  // By tensor: (releases, rounds).
   using ProgressTuples = std::map<std::string, std::pair<uint32_t, uint32_t>>;
   m->def(
       "rounds",
       [] {
         ProgressTuples tuples;
-        for (const auto& [id, at] : GetWorker()->Rounds()) tuples[id] = {at.life, at.rounds};
+        for (const auto& [id, at] : GetWorker()->Rounds()) tuples[id] = {at.releases, at.rounds};
         return tuples;
       },
       Unlocked());

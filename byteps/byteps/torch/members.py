@@ -67,7 +67,7 @@ class View:
     """Replicas that take part in sums."""
     waiting: tuple[bool, ...]
     """Replicas that are ready to join."""
-    lives: tuple[int, ...]
+    ready_epochs: tuple[int, ...]
     """Epoch in which each replica became ready to join; 0: a member from the beginning."""
     donors: tuple[int, ...]
     """For each joined replica, the replica that has sent the state to it. -1: the replica was
@@ -93,7 +93,7 @@ class Choice:
 
     joiner: int
     """The replica that joins now; -1: none."""
-    life: int
+    ready_epoch: int
     """Epoch in which that replica became ready to join."""
     present: tuple[bool, ...]
     """Replicas that took part in the sum."""
@@ -103,14 +103,14 @@ class Choice:
 
 def view() -> View:
     """Return the scheduler's last report; before the first report all replicas are present."""
-    epoch, present, waiting, lives, donors, news = c_lib.replicas()
+    epoch, present, waiting, ready_epochs, donors, news = c_lib.replicas()
     if not present:
         count = session.replicas()
         return View(
             epoch=0,
             present=(True,) * count,
             waiting=(False,) * count,
-            lives=(0,) * count,
+            ready_epochs=(0,) * count,
             donors=(-1,) * count,
             news="",
         )
@@ -118,7 +118,7 @@ def view() -> View:
         epoch=epoch,
         present=tuple(bit == "1" for bit in present),
         waiting=tuple(bit == "1" for bit in waiting),
-        lives=tuple(lives),
+        ready_epochs=tuple(ready_epochs),
         donors=tuple(donors),
         news=news,
     )
@@ -167,7 +167,7 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     A replica announces here that it leaves, so that all others learn it at the same step. Its
     workers then finish their operations and call :func:`byteps.torch.session.leave`.
 
-    A replica is chosen when every member of `group` sees it waiting with the same `life`. Call
+    A replica is chosen when every member of `group` sees it waiting since the same epoch. Call
     :func:`take_missing` first, to clear replicas that earlier sums have lacked.
 
     Args:
@@ -183,8 +183,8 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     mine[2 * count + session.replica()] = leaves
     for replica, waits in enumerate(now.waiting):
         if waits:
-            mine[replica] = now.lives[replica]
-            mine[count + replica] = now.lives[replica] ** 2
+            mine[replica] = now.ready_epochs[replica]
+            mine[count + replica] = now.ready_epochs[replica] ** 2
     total = mine.clone()
     ops.push_pull_inplace(total, average=False, name=name, group=group)
     lacking = take_missing()
@@ -197,17 +197,17 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
         if mine[replica] and agreed[replica] and agreed[count + replica]:
             joiner = replica
             break
-    life = int(mine[joiner]) if joiner >= 0 else 0
-    return Choice(joiner=joiner, life=life, present=present, leaving=leaving)
+    ready_epoch = int(mine[joiner]) if joiner >= 0 else 0
+    return Choice(joiner=joiner, ready_epoch=ready_epoch, present=present, leaving=leaving)
 
 
-def admit(joiner: int, life: int, *, asks: bool) -> View | None:
+def admit(joiner: int, ready_epoch: int, *, asks: bool) -> View | None:
     """Ask the scheduler to admit a waiting replica. All workers of all present replicas call this.
     No worker may begin a sum before all workers have finished their sums.
 
     Args:
         joiner: the replica that :func:`choose` returned.
-        life: the life that :func:`choose` returned.
+        ready_epoch: the epoch that :func:`choose` returned.
         asks: whether this worker asks the scheduler. One worker of each replica does; others wait.
 
     Returns:
@@ -217,11 +217,14 @@ def admit(joiner: int, life: int, *, asks: bool) -> View | None:
         BytePSError: this replica was removed, or a server was lost.
     """
     if asks:
-        c_lib.ask_to_admit(joiner, life)
+        c_lib.ask_to_admit(joiner, ready_epoch)
     now = _await(
-        lambda seen: seen.epoch >= life and (seen.lives[joiner] != life or not seen.waiting[joiner])
+        lambda seen: (
+            seen.epoch >= ready_epoch
+            and (seen.ready_epochs[joiner] != ready_epoch or not seen.waiting[joiner])
+        )
     )
-    return now if now.present[joiner] and now.lives[joiner] == life else None
+    return now if now.present[joiner] and now.ready_epochs[joiner] == ready_epoch else None
 
 
 def join() -> View:
@@ -237,7 +240,7 @@ def join() -> View:
     c_lib.say_ready()
     mine = session.replica()
     # Before the scheduler's first report, `view` shows all replicas as present.
-    return _await(lambda seen: seen.present[mine] and seen.lives[mine] > 0)
+    return _await(lambda seen: seen.present[mine] and seen.ready_epochs[mine] > 0)
 
 
 def _await(condition: Callable[[View], bool]) -> View:

@@ -301,7 +301,8 @@ Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int, bool]
 @dataclass
 class _Lost:
     values: torch.Tensor
-    generation: int
+    drops: int
+    """Number of earlier calls of `drop`; losses of another number are zeros."""
     spec: Spec | None = None
     """Spec under which servers keep losses for this tensor; None: servers keep none."""
 
@@ -316,7 +317,7 @@ class Feedback:
         """Loaded losses of tensors that have not been sent since the load."""
         self._of_servers: dict[str, torch.Tensor] = {}
         """Loaded losses of the servers, for tensors that have not been sent since the load."""
-        self._generation = 0
+        self._drops = 0
 
     def of(
         self, name: str, numel: int, device: torch.device, spec: Spec | None = None
@@ -336,16 +337,16 @@ class Feedback:
                 )
             # A copy, because losses change with each sum.
             values = loaded.to(device=device, dtype=torch.bfloat16, copy=True)
-            self._lost[name] = _Lost(values, self._generation)
+            self._lost[name] = _Lost(values, self._drops)
         lost = self._lost.get(name)
         if lost is None or lost.values.numel() != numel or lost.values.device != device:
             values = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-            lost = self._lost[name] = _Lost(values, self._generation)
+            lost = self._lost[name] = _Lost(values, self._drops)
         lost.spec = spec
-        if lost.generation == self._generation:
+        if lost.drops == self._drops:
             return lost.values, False
         lost.values.zero_()
-        lost.generation = self._generation
+        lost.drops = self._drops
         return lost.values, True
 
     def drop(self) -> None:
@@ -355,13 +356,13 @@ class Feedback:
         since the losses of such a step belong to discarded values; and after a checkpoint without
         losses was loaded.
         """
-        self._generation += 1
+        self._drops += 1
         self._loaded.clear()
         self._of_servers.clear()
 
     def names(self) -> list[str]:
         """Return the names of tensors that may have losses."""
-        sent = [name for name, lost in self._lost.items() if lost.generation == self._generation]
+        sent = [name for name, lost in self._lost.items() if lost.drops == self._drops]
         return sorted({*sent, *self._loaded})
 
     def get(self, name: str) -> torch.Tensor | None:
@@ -369,7 +370,7 @@ class Feedback:
         lost = self._lost.get(name)
         if name in self._loaded or lost is None:
             return self._loaded.get(name)
-        return lost.values if lost.generation == self._generation else None
+        return lost.values if lost.drops == self._drops else None
 
     def put(self, name: str, lost: torch.Tensor, of_servers: torch.Tensor | None) -> None:
         """Set the losses of a tensor, for the next time that it is sent.
@@ -389,7 +390,7 @@ class Feedback:
         if name in self._loaded:
             return self._of_servers.get(name)
         lost = self._lost.get(name)
-        return lost.spec if lost is not None and lost.generation == self._generation else None
+        return lost.spec if lost is not None and lost.drops == self._drops else None
 
     def take_of_servers(self, name: str) -> torch.Tensor | None:
         """Remove and return the servers' losses, to send them. Return None if servers have them

@@ -89,7 +89,7 @@ TEST(Engine, OneThatJoinsGoesOnInTheLivesOfOthers) {
   EXPECT_EQ(joiner.channel->releases(), (std::vector<std::pair<uint64_t, int>>{{too_early, 0}}));
   TensorPtr known;
   joiner.Wait(joiner.worker.PushPull(Job::RequestFor("x", &values), &known));
-  EXPECT_EQ(known->declaration.life, 1U);
+  EXPECT_EQ(known->declaration.releases, 1U);
   EXPECT_EQ(joiner.worker.Rounds(), (ProgressByTensor{{"0/x", {1, 2}}}));
 }
 

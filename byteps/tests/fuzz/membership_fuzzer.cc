@@ -52,7 +52,7 @@ class NoLinks : public ps::MembershipLinks {
   void SetSelf(const ps::Node& node) override { self_ = node; }
   void Connect(const ps::Node& node) override { DEMAND(node.id != ps::Node::kEmpty); }
   void Disconnect(int) override {}
-  void SetIncarnation(int) override {}
+  void SetGeneration(int) override {}
   uint64_t job() const override { return 1; }
   void SetJob(uint64_t) override {}
   void Send(ps::Message* message) override {
@@ -85,7 +85,7 @@ ps::ReplicaView AnyView(FuzzedDataProvider* data) {
   view.epoch = data->ConsumeIntegralInRange<int>(0, 3);
   view.present = data->ConsumeBool() ? "10" : "11";
   view.waiting = "01";
-  view.lives = {0, 3};
+  view.ready_epochs = {0, 3};
   view.donors = {-1, data->ConsumeIntegralInRange<int>(-1, 1)};
   return view;
 }
@@ -155,7 +155,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       if (number(0, 3) == 0) {
         ps::membership::Account& account = registration.account;
         account.job = number(0, 2);
-        account.life = number(0, 3);
+        account.scheduler_number = number(0, 3);
         account.is_late = data->ConsumeBool();
         account.left.insert(number(0, 3));
         account.turns[number(0, 3)] = number(0, 3);
@@ -274,7 +274,7 @@ class Neighbors : public ServerChannel, public BackupUser {
     tasks_[key].push_back(std::move(task));
   }
   void OnCopied(uint64_t, uint64_t) override {}
-  void OnBackup(uint64_t pass) override { backup_pass_ = pass; }
+  void OnBackup(uint64_t token) override { backup_token_ = token; }
   void OnFetched() override {}
 
   void WillBeAsked(const Message& message) {
@@ -290,17 +290,17 @@ class Neighbors : public ServerChannel, public BackupUser {
     task();
     return true;
   }
-  // The last pass that this server gave to its primary, or got from its backup.
-  uint64_t pass_of(int peer) const { return peer == kPrimary ? given_pass_ : backup_pass_; }
-  // The server's own life, which it sends when it meets another.
-  uint64_t life() const { return life_; }
+  // The last token that this server gave to its primary, or got from its backup.
+  uint64_t token_of(int peer) const { return peer == kPrimary ? given_token_ : backup_token_; }
+  // The server's own instance, which it sends when it meets another.
+  uint64_t instance() const { return instance_; }
   void Look() {
     for (const Message& message : sent_) {
       if (message.op != kMeet) continue;
       WireReader in(message.body);
-      life_ = in.Get<uint64_t>();
-      const auto pass = in.Get<uint64_t>();
-      if (message.peer == kPrimary) given_pass_ = pass;
+      instance_ = in.Get<uint64_t>();
+      const auto token = in.Get<uint64_t>();
+      if (message.peer == kPrimary) given_token_ = token;
     }
     sent_.clear();
   }
@@ -311,10 +311,10 @@ class Neighbors : public ServerChannel, public BackupUser {
     CopyRecord record;
     DEMAND(CopyRecord::Unpack(message.body, &record));
     Copies copies;
-    DEMAND(copies.Apply(message.key, record, message.values, copies.generation()).empty());
+    DEMAND(copies.Apply(message.key, record, message.values, copies.resets()).empty());
     SharedBytes values;
     CopyRecord again = copies.RecordOf(message.key, &values);
-    again.pass = record.pass;
+    again.token = record.token;
     DEMAND(again.Pack() == record.Pack());
     DEMAND(values.size() == message.values.size());
     DEMAND(values.empty() || memcmp(values.data(), message.values.data(), values.size()) == 0);
@@ -323,7 +323,7 @@ class Neighbors : public ServerChannel, public BackupUser {
   std::map<uint64_t, std::deque<std::function<void()>>> tasks_;
   std::map<std::tuple<int, int, uint64_t, uint64_t>, int> asked_;
   std::vector<Message> sent_;
-  uint64_t given_pass_ = 0, backup_pass_ = 0, life_ = 0;
+  uint64_t given_token_ = 0, backup_token_ = 0, instance_ = 0;
 };
 
 std::string GoodStep(FuzzedDataProvider* data, const Declaration& d) {
@@ -355,12 +355,12 @@ std::string AnyLast(FuzzedDataProvider* data, const Declaration& d, uint64_t ind
 }
 
 // A record about a partition, from one server to another; often valid.
-Message AnyRecord(FuzzedDataProvider* data, int op, int peer, uint64_t pass) {
+Message AnyRecord(FuzzedDataProvider* data, int op, int peer, uint64_t token) {
   const Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
   const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, d.NumPartitions());
   const size_t values = index < d.NumPartitions() ? ValuesIn(d.dtype, d.PartitionSize(index)) : 1;
   CopyRecord record;
-  record.pass = pass;
+  record.token = token;
   record.what = static_cast<CopyRecord::What>(data->ConsumeIntegralInRange<int>(0, 4));
   if (data->ConsumeBool()) record.settled = AnyStep(data, d);
   record.round = data->ConsumeIntegralInRange<uint32_t>(1, 3);
@@ -387,8 +387,8 @@ Message AnyRecord(FuzzedDataProvider* data, int op, int peer, uint64_t pass) {
   std::string body = record.Pack();
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(100);
   const uint64_t number = op == kFetched && data->ConsumeIntegralInRange<int>(0, 7) > 0
-                              ? pass
-                              : pass << 32 | data->ConsumeIntegralInRange<uint32_t>(0, 9);
+                              ? token
+                              : token << 32 | data->ConsumeIntegralInRange<uint32_t>(0, 9);
   Message message = MakeRequest(op, peer, d.Key() + index, number, std::move(body));
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) {
     message.SetValues(Zeros(data->ConsumeIntegralInRange<size_t>(0, 600)));
@@ -400,39 +400,39 @@ Message AnyRecord(FuzzedDataProvider* data, int op, int peer, uint64_t pass) {
   return message;
 }
 
-Message AnyMeeting(FuzzedDataProvider* data, int peer, uint64_t life) {
+Message AnyMeeting(FuzzedDataProvider* data, int peer, uint64_t instance) {
   WireWriter out;
   out.Put(data->ConsumeIntegralInRange<uint64_t>(1, 4));
   out.Put(data->ConsumeIntegralInRange<uint64_t>(0, 5));
-  out.Put(data->ConsumeIntegralInRange<int>(0, 7) > 0 ? life : 0);
+  out.Put(data->ConsumeIntegralInRange<int>(0, 7) > 0 ? instance : 0);
   out.Put(data->ConsumeIntegral<uint8_t>());
   return MakeRequest(kMeet, peer, 0, 0, out.Take());
 }
 
 Message AnyMessage(FuzzedDataProvider* data, const Neighbors& neighbors) {
   const int peer = data->ConsumeBool() ? kPrimary : kBackup;
-  // Mostly the current pass.
-  const uint64_t pass = data->ConsumeIntegralInRange<int>(0, 7) > 0
-                            ? neighbors.pass_of(peer)
-                            : data->ConsumeIntegralInRange<uint64_t>(0, 5);
+  // Mostly the current token.
+  const uint64_t token = data->ConsumeIntegralInRange<int>(0, 7) > 0
+                             ? neighbors.token_of(peer)
+                             : data->ConsumeIntegralInRange<uint64_t>(0, 5);
   switch (data->ConsumeIntegralInRange<int>(0, 9)) {
     case 0:
-      return AnyMeeting(data, peer, neighbors.life());
+      return AnyMeeting(data, peer, neighbors.instance());
     case 1:
-      return MakeRequest(kFetch, peer, 0, pass, "");
+      return MakeRequest(kFetch, peer, 0, token, "");
     case 2: {
       const int ops[] = {kFetch, kFetched, kCopy};
       const int op = ops[data->ConsumeIntegralInRange<int>(0, 2)];
       const uint64_t number =
-          op == kCopy ? pass << 32 | data->ConsumeIntegralInRange<uint32_t>(0, 9) : pass;
+          op == kCopy ? token << 32 | data->ConsumeIntegralInRange<uint32_t>(0, 9) : token;
       return MakeAnswer(op, peer, 0, number, data->ConsumeRandomLengthString(8));
     }
     case 3:
-      return MakeRequest(data->ConsumeIntegral<int>(), peer, 0, pass,
+      return MakeRequest(data->ConsumeIntegral<int>(), peer, 0, token,
                          data->ConsumeRandomLengthString(16));
     default:
       return AnyRecord(data, data->ConsumeIntegralInRange<int>(0, 3) > 0 ? kCopy : kFetched, peer,
-                       pass);
+                       token);
   }
 }
 
@@ -467,7 +467,7 @@ extern "C" int Fuzz_backup(const uint8_t* bytes, size_t size) {
         link.OnServerReplaced(data.ConsumeBool() ? kPrimary : kBackup);
         break;
       case 2:
-        data.ConsumeBool() ? link.HasState() : link.OnToldAll(neighbors.pass_of(kBackup));
+        data.ConsumeBool() ? link.HasState() : link.OnToldAll(neighbors.token_of(kBackup));
         break;
       case 3:
         if (link.fetch_error().empty() && !link.Fetches()) TakeAll(&link);

@@ -101,7 +101,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
                       Clock::now() + std::chrono::duration_cast<Clock::duration>(limit));
   }
   void Disconnect(int /*node_id*/) override {}
-  void SetIncarnation(int /*incarnation*/) override {}
+  void SetGeneration(int /*generation*/) override {}
   uint64_t job() const override { return 1; }
   void SetJob(uint64_t) override {}
   void Send(ps::Message* msg) override { connection_->Send(*msg); }

@@ -222,7 +222,7 @@ TEST_F(ReleaseTest, TheStateOfAnOptimizerGoesWithItsTensor) {
     for (int rank : {0, 1}) Release(rank, {tensor_});
     EXPECT_TRUE(ComesToKeep(0, 0));
     EXPECT_EQ(Metric("state_bytes"), 0);
-    ++tensor_.life;
+    ++tensor_.releases;
   }
 }
 

@@ -45,12 +45,12 @@ void Job::Run() {
   Start(&kept, ps::Node::SCHEDULER, 0, 0, 0);
   for (int i = 0; i < plan_.servers; ++i) Start(&kept, ps::Node::SERVER, i, 0, 0);
   int workers = plan_.workers;
-  for (int incarnation = 1;; ++incarnation) {
-    incarnations_ = incarnation;
+  for (int generation = 1;; ++generation) {
+    generations_ = generation;
     const size_t first = records_.size();
     std::vector<std::thread> threads;
     for (int i = 0; i < workers; ++i) {
-      Start(&threads, ps::Node::WORKER, i, workers, incarnation);
+      Start(&threads, ps::Node::WORKER, i, workers, generation);
     }
     for (auto& thread : threads) thread.join();
     const bool went_well = std::all_of(records_.begin() + static_cast<long>(first), records_.end(),
@@ -59,7 +59,7 @@ void Job::Run() {
                                          return is_spare || record->error.empty();
                                        });
     ended_well_ = went_well;
-    if (went_well || !plan_.keep || incarnation == kMaxIncarnations) break;
+    if (went_well || !plan_.keep || generation == kMaxGenerations) break;
     // A launcher notices ended nodes, and starts others.
     std::this_thread::sleep_for(std::chrono::milliseconds(100 + Random(1000)));
     for (int i = 0; i < plan_.servers; ++i) {
@@ -124,7 +124,7 @@ std::string Job::Verdict() const {
   }
   // A paused node is not lost for good, and a killed one is replaced.
   const bool may_go_on = !ended_scheduler_ && plan_.keep;
-  if (may_go_on && !ended_well_) return "no incarnation of the job ended well";
+  if (may_go_on && !ended_well_) return "no generation of the job ended well";
   if (!IsHarmless() || plan_.backups || WantedSums() == sums_) return "";
   return "the servers made " + std::to_string(sums_) + " sums, not " + std::to_string(WantedSums());
 }
@@ -164,7 +164,7 @@ void ServingNode::OnEvent(const ps::MembershipEvent& event) {
   if (hear_) hear_(event);
   if (server_ != nullptr) TellServer(event);
   const bool is_end = event.kind == Event::kFailed || event.kind == Event::kEnded;
-  if (!is_end || event.next_incarnation > 0) return;  // the scheduler goes on
+  if (!is_end || event.next_generation > 0) return;  // the scheduler goes on
   std::lock_guard<std::mutex> lock(mu_);
   if (event.kind == Event::kFailed && failure_.empty()) failure_ = event.reason;
   ended_ = true;
@@ -203,7 +203,7 @@ NodeSettings Job::SettingsOf(ps::Node::Role role, int number, int rank, int work
 }
 
 void Job::Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank, int workers,
-                int incarnation) {
+                int generation) {
   const int number = static_cast<int>(records_.size());
   records_.push_back(std::make_unique<NodeRecord>());
   records_.back()->role = role;
@@ -213,7 +213,7 @@ void Job::Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank
   at_place_[place] = number;
   threads->emplace_back([=, this] {
     BelongTo(number);
-    worker ? RunWorker(number, rank, workers, incarnation) : RunNode(role, number);
+    worker ? RunWorker(number, rank, workers, generation) : RunNode(role, number);
   });
   const char* const name = worker ? "worker" : role == ps::Node::SERVER ? "server" : "scheduler";
   pthread_setname_np(threads->back().native_handle(), name);
@@ -282,7 +282,7 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   return error;
 }
 
-void Job::RunWorker(int number, int rank, int workers, int incarnation) {
+void Job::RunWorker(int number, int rank, int workers, int generation) {
   const auto node = std::make_shared<WorkerOfNode>();
   records_[number]->worker = node;
   core::Worker& worker = node->worker;
@@ -291,11 +291,11 @@ void Job::RunWorker(int number, int rank, int workers, int incarnation) {
   int rounds = plan_.rounds;
   for (const Fault& fault : plan_.faults) {
     const bool quits = fault.kind == Fault::kQuit && fault.node == 1 + plan_.servers + rank;
-    if (!quits || incarnation > 1) continue;
+    if (!quits || generation > 1) continue;
     rounds = fault.after_rounds;
     broken_.insert(number);
   }
-  WorkerScript script(&plan_, {incarnation, rank, workers, rounds}, &worker, gpu);
+  WorkerScript script(&plan_, {generation, rank, workers, rounds}, &worker, gpu);
   try {
     std::unique_lock<std::mutex> starting(node->mu);
     core::Launch launch;

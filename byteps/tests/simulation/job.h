@@ -26,7 +26,7 @@ namespace simulation {
 
 // A worker's rank in a generation.
 struct Part {
-  int incarnation;
+  int generation;
   int rank;
   int workers;
   int rounds;
@@ -122,7 +122,7 @@ class ServingNode : public core::ChannelUser {
 // Returns whether a node ended because servers have lost optimizer state.
 bool IsOfLostState(const std::string& error);
 
-constexpr int kMaxIncarnations = 10;
+constexpr int kMaxGenerations = 10;
 
 class Job {
  public:
@@ -135,7 +135,7 @@ class Job {
   std::string Verdict() const;
   std::string Describe() const;
   bool failed() const;
-  int incarnations() const { return incarnations_; }
+  int generations() const { return generations_; }
   bool ended_well() const { return ended_well_; }
   int replaced() const { return spares_.served; }
 
@@ -165,12 +165,12 @@ class Job {
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank, int workers) const;
   // Starts a node with the next number, in this role and rank.
   void Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank, int workers,
-             int incarnation);
+             int generation);
   bool IsGone(int place) const;
   void RunNode(ps::Node::Role role, int number);
   // Returns why the job failed, or "". `again`: the node was in the job by then.
   std::string ServeOnce(const NodeSettings& settings, bool* again);
-  void RunWorker(int number, int rank, int workers, int incarnation);
+  void RunWorker(int number, int rank, int workers, int generation);
   uint64_t WantedSums() const;
 
   // Causes the faults that are due at a time.
@@ -219,7 +219,7 @@ class Job {
   int started_ = 0;               // workers and servers that have joined
   bool dies_ = false;             // a killed scheduler is about to restart
   bool returned_ = false;
-  int incarnations_ = 0;
+  int generations_ = 0;
   bool ended_well_ = false;  // the workers of the last generation
   uint64_t sums_ = 0;        // made by servers
   // With backups: spare servers.

@@ -306,26 +306,26 @@ void Network::Deliver(Item item) {
 
 void Network::Connect(const SimulatedChannel& from, int to) {
   bool there = false;
-  int its = from.incarnation();
+  int its = from.generation();
   {
     std::lock_guard<std::mutex> lock(mu_);
     const auto node = nodes_.find(to);
     there = node != nodes_.end() && killed_.count(to) == 0;
-    if (there && to != 0) its = node->second->incarnation();
+    if (there && to != 0) its = node->second->generation();
   }
   // The node will learn of the new generation, or be lost, as with transports.
-  if (there && its < from.incarnation()) {
+  if (there && its < from.generation()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return Connect(from, to);
   }
-  const bool ours = there && its == from.incarnation();
+  const bool ours = there && its == from.generation();
   // It may have been killed meanwhile.
   if (ours && Link(from.number(), to)) return;
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,
             there && !ours
                 ? "it is of generation " + std::to_string(its) + " of the job, and this node of " +
-                      std::to_string(from.incarnation())
+                      std::to_string(from.generation())
                 : "connecting to it failed: connection refused");
 }
 

@@ -188,7 +188,7 @@ void ReplicaMember::Control(int step) {
     const ps::ReplicaView view = worker_->Replicas();
     Values mine(2 * count), sum;
     for (int i = 0; i < view.count(); ++i) {
-      if (view.waiting[i] == '1') mine[i] = view.lives[i];
+      if (view.waiting[i] == '1') mine[i] = view.ready_epochs[i];
       mine[count + i] = mine[i] * mine[i];
     }
     sum = mine;
@@ -219,10 +219,11 @@ void ReplicaMember::Admit(int step, int replica, int life) {
   inside_->Broadcast(place_, {});  // and so are the ranks of all replicas
   if (place_ == 0) worker_->AskToAdmit(replica, life);
   const auto is_decided = [=](const ps::ReplicaView& view) {
-    return view.epoch >= life && (view.lives[replica] != life || view.waiting[replica] == '0');
+    return view.epoch >= life &&
+           (view.ready_epochs[replica] != life || view.waiting[replica] == '0');
   };
   const ps::ReplicaView view = Await(is_decided);
-  const bool joined = view.IsPresent(replica) && view.lives[replica] == life;
+  const bool joined = view.IsPresent(replica) && view.ready_epochs[replica] == life;
   if (joined && view.donors[replica] == replica_) Send(step, replica, life);
   CompareStates();
 }
@@ -249,7 +250,7 @@ int ReplicaMember::Join() {
   std::vector<uint32_t> group = {static_cast<uint32_t>(rank_), static_cast<uint32_t>(donor)};
   std::sort(group.begin(), group.end());
   Values values = {0, 0, 0};
-  Sum("join " + std::to_string(view.lives[replica_]), &values, group);
+  Sum("join " + std::to_string(view.ready_epochs[replica_]), &values, group);
   if (values[0] != kMagic) throw core::Error("the donor has gone");
   state_ = static_cast<uint64_t>(values[2]);
   worker_->SetRounds(witness_->rounds[donor]);

@@ -74,7 +74,7 @@ struct Options {
 
 struct Totals {
   uint64_t failed_jobs = 0;
-  uint64_t incarnations = 0;
+  uint64_t generations = 0;
   uint64_t removed = 0;
   uint64_t joins = 0;
   uint64_t short_sums = 0;
@@ -121,7 +121,7 @@ bool RunSeed(uint64_t seed, const Options& options, Totals* totals) {
     job.Run();
     verdict = job.Verdict();
     failed = options.backups ? !job.ended_well() : job.failed();
-    totals->incarnations += job.incarnations();
+    totals->generations += job.generations();
     totals->replaced += job.replaced();
     if (options.verbose || !verdict.empty()) story = job.Describe();
   });
@@ -260,9 +260,9 @@ int Main(int argc, char** argv) {
         number(totals.switches));
   } else {
     printf(
-        "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "
+        "%llu schedules held: %llu jobs failed as they should, %llu generations, %.0f s passed, "
         "%llu switches\n",
-        number(options.seeds), number(totals.failed_jobs), number(totals.incarnations),
+        number(options.seeds), number(totals.failed_jobs), number(totals.generations),
         totals.seconds, number(totals.switches));
   }
   fputs(totals.probes.Print().c_str(), stdout);

@@ -100,9 +100,9 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     channel_->Transmit(*message);
   }
 
-  void SetIncarnation(int incarnation) override {
-    channel_->incarnation_ = incarnation;
-    if (self_.role == ps::Node::SCHEDULER) channel_->network_->incarnation_ = incarnation;
+  void SetGeneration(int generation) override {
+    channel_->generation_ = generation;
+    if (self_.role == ps::Node::SCHEDULER) channel_->network_->generation_ = generation;
   }
   uint64_t job() const override { return channel_->job_; }
   void SetJob(uint64_t job) override { channel_->job_ = channel_->network_->job_ = job; }
@@ -142,7 +142,7 @@ void SimulatedChannel::Start(core::ChannelUser* user) {
 void SimulatedChannel::StartOnce() {
   life_ = network_->NewLife();
   // The scheduler tells this to nodes that connect.
-  incarnation_ = network_->incarnation_.load();
+  generation_ = network_->generation_.load();
   if (settings_.role == ps::Node::SCHEDULER) network_->job_ = life_ << 16 | 1;
   job_ = network_->job_.load();
   closed_ = false;

@@ -21,16 +21,15 @@ constexpr int kBurst = 9;
 constexpr uint64_t kLatestBurstMs = 1000;
 
 // Depends on the generation, so that pushes of an older one would change a sum.
-float InputOf(uint64_t incarnation, uint64_t rank, uint64_t tensor, uint64_t round,
-              uint64_t index) {
+float InputOf(uint64_t generation, uint64_t rank, uint64_t tensor, uint64_t round, uint64_t index) {
   return static_cast<float>(
-      (incarnation * 15485863 + rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) %
+      (generation * 15485863 + rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) %
       200'003);
 }
 
 // A choice that all ranks make alike, without communication.
-uint64_t ChoiceOf(int incarnation, int round, uint64_t below) {
-  const uint64_t seed[] = {static_cast<uint64_t>(incarnation), static_cast<uint64_t>(round)};
+uint64_t ChoiceOf(int generation, int round, uint64_t below) {
+  const uint64_t seed[] = {static_cast<uint64_t>(generation), static_cast<uint64_t>(round)};
   return core::HashBytes(seed, sizeof(seed), 1) % below;
 }
 
@@ -126,7 +125,7 @@ void WorkerScript::Start(const std::vector<Sum>& sums) {
     Values& values = memory_.emplace_back(sum.count);
     Values inputs(values.size());
     for (size_t k = 0; k < values.size(); ++k) {
-      inputs[k] = InputOf(part_.incarnation, part_.rank, sum.tensor, sum.round, k);
+      inputs[k] = InputOf(part_.generation, part_.rank, sum.tensor, sum.round, k);
     }
     core::PushPullRequest request;
     request.tensor.name = "t" + std::to_string(sum.tensor);
@@ -170,10 +169,10 @@ void WorkerScript::CheckSum(const Values& values, int tensor, int round) {
   for (size_t k = 0; k < values.size(); ++k) {
     float wanted = 0;
     for (int rank = 0; rank < part_.workers; ++rank) {
-      wanted += InputOf(part_.incarnation, rank, tensor, round, k);
+      wanted += InputOf(part_.generation, rank, tensor, round, k);
     }
     if (values[k] == wanted) continue;
-    wrong_ = "incarnation " + std::to_string(part_.incarnation) + ", tensor " +
+    wrong_ = "generation " + std::to_string(part_.generation) + ", tensor " +
              std::to_string(tensor) + ", round " + std::to_string(round) + ", element " +
              std::to_string(k) + " is " + std::to_string(values[k]) + ", not " +
              std::to_string(wanted);
@@ -202,7 +201,7 @@ int64_t WorkerScript::Ask(int op, const core::PushPullRequest& like, const std::
 // Called by rank 0, for all: no round is complete before it has pushed.
 void WorkerScript::Load() {
   Values& values = memory_.emplace_back(plan_.parameters);
-  for (size_t k = 0; k < values.size(); ++k) values[k] = InputOf(part_.incarnation, 0, 8, 0, k);
+  for (size_t k = 0; k < values.size(); ++k) values[k] = InputOf(part_.generation, 0, 8, 0, k);
   expected_->Load(0, reinterpret_cast<const char*>(values.data()));
   if (part_.rank > 0) return;
   core::PushPullRequest request = Parameters();
@@ -230,7 +229,7 @@ void WorkerScript::Expect(const core::UpdateStep& step, int round) {
   Values sums(plan_.parameters);
   for (size_t k = 0; k < sums.size(); ++k) {
     for (int rank = 0; rank < part_.workers; ++rank) {
-      sums[k] += InputOf(part_.incarnation, rank, kGradients, round, k);
+      sums[k] += InputOf(part_.generation, rank, kGradients, round, k);
     }
   }
   char* const at = reinterpret_cast<char*>(sums.data());
@@ -244,7 +243,7 @@ void WorkerScript::CheckParameters(const Values& values, int round, const char* 
   expected_->Stay(reinterpret_cast<char*>(wanted.data()));
   for (size_t k = 0; k < values.size(); ++k) {
     if (values[k] == wanted[k]) continue;
-    wrong_ = "incarnation " + std::to_string(part_.incarnation) + ", " + what + " of round " +
+    wrong_ = "generation " + std::to_string(part_.generation) + ", " + what + " of round " +
              std::to_string(round) + ": parameter " + std::to_string(k) + " is " +
              std::to_string(values[k]) + ", not " + std::to_string(wanted[k]);
     return;
@@ -254,14 +253,14 @@ void WorkerScript::CheckParameters(const Values& values, int round, const char* 
 void WorkerScript::Update(int round) {
   // The kind of step. 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or
   // dropped; 5: speculative, then rank 0 loads other parameters.
-  const uint64_t choice = ChoiceOf(part_.incarnation, round, 6);
+  const uint64_t choice = ChoiceOf(part_.generation, round, 6);
   const std::string said = Packed(std::exchange(verdict_, core::Verdict::kNone));
   const double clipped = 0.25;
   Values& gradients = memory_.emplace_back(plan_.parameters);
   Values& parameters = memory_.emplace_back(plan_.parameters);
   auto& sums = sums_.emplace_back(1 + plan_.parameters * sizeof(float) / kPartitionBytes + 1);
   for (size_t k = 0; k < gradients.size(); ++k) {
-    gradients[k] = InputOf(part_.incarnation, part_.rank, kGradients, round, k);
+    gradients[k] = InputOf(part_.generation, part_.rank, kGradients, round, k);
   }
   core::PushPullRequest request = Parameters();
   request.input = gradients.data();

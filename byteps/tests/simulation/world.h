@@ -322,8 +322,8 @@ class Network {
   bool stopping_ = false;
   std::atomic<int> admitted_{0};
   std::atomic<uint64_t> lives_{0};
-  std::atomic<int> incarnation_{1};  // the scheduler's generation
-  std::atomic<uint64_t> job_{0};     // number of the job
+  std::atomic<int> generation_{1};  // the scheduler's generation
+  std::atomic<uint64_t> job_{0};    // number of the job
   std::thread thread_;
 };
 
@@ -379,7 +379,7 @@ class SimulatedChannel : public core::Channel {
   int number() const { return settings_.number; }
   uint64_t life() const { return life_; }
   // Generation of the job; connections of a server belong to one generation.
-  int incarnation() const { return incarnation_; }
+  int generation() const { return generation_; }
 
   // Called by the network.
   void Receive(int from, uint64_t from_life, ps::Message message);
@@ -417,7 +417,7 @@ class SimulatedChannel : public core::Channel {
   Network* const network_;
   const NodeSettings settings_;
   std::atomic<uint64_t> life_{0};
-  std::atomic<int> incarnation_{0};
+  std::atomic<int> generation_{0};
   std::atomic<uint64_t> job_{0};
   core::ChannelUser* user_ = nullptr;
   core::EarlyMessages early_;

@@ -172,7 +172,7 @@ def small(given: Mapping[str, Value]) -> Small:
     tp, pp, cp, ep = (int(str(given.get(flag, 1))) for flag in UNCUT)
     dp = 2 if cp == 1 else 1
     if dp * cp > 2:
-        raise CannotRun(f"{cp} ranks share a sequence: more than two sum each gradient")
+        raise CannotRun(f"--context-parallel-size {cp}: more than two ranks sum each gradient")
     ranks = tp * pp * cp * dp
     if ranks > LARGEST:
         raise CannotRun(f"{ranks} ranks, more than {LARGEST}")

@@ -114,7 +114,7 @@ class Replica:
             return
         self.may_die("admit", step)
         bps.push_pull_inplace(torch.zeros(1), average=False, name="rest")
-        view = members.admit(choice.joiner, choice.life, asks=True)
+        view = members.admit(choice.joiner, choice.ready_epoch, asks=True)
         if view is not None and view.donor(choice.joiner) == self.number:
             self.may_die("give", step)
             self.give(choice, step)
@@ -128,20 +128,20 @@ class Replica:
             [self.parameters],
             to=choice.joiner,
             rank=bps.rank(),
-            name=f"join/{choice.life}/state",
+            name=f"join/{choice.ready_epoch}/state",
         )
         self.give_facts(choice, step)
 
     def give_facts(self, choice: members.Choice, step: int) -> None:
         lives = [self.lives[replica] for replica in range(self.count)]
         facts = {"step": step, "lives": lives, "rounds": members.rounds()}
-        name = f"join/{choice.life}"
+        name = f"join/{choice.ready_epoch}"
         members.give_facts(facts, to=choice.joiner, rank=bps.rank(), name=name)
 
     def join(self) -> int:
         self.may_die("ready", 0)
         view = members.join()
-        giver, name = view.donor(self.number), f"join/{view.lives[self.number]}"
+        giver, name = view.donor(self.number), f"join/{view.ready_epochs[self.number]}"
         members.take_tensors([self.parameters], giver=giver, rank=bps.rank(), name=f"{name}/state")
         self.may_die("take", 0)
         step = self.take_facts(giver, name)
@@ -241,7 +241,7 @@ class Served(Replica):
 
     def join(self) -> int:
         view = members.join()
-        step = self.take_facts(view.donor(self.number), f"join/{view.lives[self.number]}")
+        step = self.take_facts(view.donor(self.number), f"join/{view.ready_epochs[self.number]}")
         self.parameters = self.tensor.read(0)
         self.compare()
         return step

@@ -64,16 +64,16 @@ inline void SetToken(uint64_t token, Node* node) {
 // A job's number is random, with the scheduler's current generation in the low 16 bits, which this
 // mask selects. Both ends of a new connection exchange and prove the number, so a connection
 // belongs to one generation of one job.
-constexpr uint64_t kIncarnationMask = 0xffff;
+constexpr uint64_t kGenerationMask = 0xffff;
 
 inline uint64_t NewJob() {
   uint64_t job = 0;
-  while (job == 0) job = NewToken() & ~kIncarnationMask;
+  while (job == 0) job = NewToken() & ~kGenerationMask;
   return job;
 }
 
-inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
-  return (job & ~kIncarnationMask) | (static_cast<uint64_t>(incarnation) & kIncarnationMask);
+inline uint64_t WithGeneration(uint64_t job, int generation) {
+  return (job & ~kGenerationMask) | (static_cast<uint64_t>(generation) & kGenerationMask);
 }
 
 // Generation of a node that does not know the generation yet; real generations start at 1. A server
@@ -83,16 +83,16 @@ constexpr int kNotTold = 0;
 
 // Returns why a node with job number `theirs` may not connect to one with `ours`.
 inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
-  if (((theirs ^ ours) & ~kIncarnationMask) != 0) return "it belongs to another job";
-  return "it is of generation " + std::to_string(theirs & kIncarnationMask) +
-         " of the job, and this node of generation " + std::to_string(ours & kIncarnationMask);
+  if (((theirs ^ ours) & ~kGenerationMask) != 0) return "it belongs to another job";
+  return "it is of generation " + std::to_string(theirs & kGenerationMask) +
+         " of the job, and this node of generation " + std::to_string(ours & kGenerationMask);
 }
 
 // Returns whether `theirs` is an earlier generation of the same job. The scheduler's message about
 // the new generation is then still in flight to the node with `theirs`.
 inline bool IsBehind(uint64_t theirs, uint64_t ours) {
-  const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
-  return same_job && (theirs & kIncarnationMask) < (ours & kIncarnationMask);
+  const bool same_job = ((theirs ^ ours) & ~kGenerationMask) == 0;
+  return same_job && (theirs & kGenerationMask) < (ours & kGenerationMask);
 }
 
 // Returns whether nodes of role `from` connect to nodes of role `to`: everybody to the scheduler,
@@ -189,7 +189,7 @@ class JobNumber {
   uint64_t get() const { return job_; }
   void Set(uint64_t job) { job_ = job; }
   // Sets the generation for links made from now on.
-  void SetIncarnation(int incarnation) { job_ = WithIncarnation(job_, incarnation); }
+  void SetGeneration(int generation) { job_ = WithGeneration(job_, generation); }
 
   // Takes note of the job number that an authenticated peer told. Adopts the number that the
   // scheduler tells first. Returns why the link must be given up, or "".

@@ -127,7 +127,7 @@ class LinkVan : public Van, public OfAJob {
                        [](const auto& link) { return link->all_arrived(); });
   }
 
-  void SetIncarnation(int incarnation) override { job_.SetIncarnation(incarnation); }
+  void SetGeneration(int generation) override { job_.SetGeneration(generation); }
   JobNumber* job_number() override { return &job_; }
 
  protected:

@@ -10,17 +10,17 @@ namespace ps {
 Announcer::Announcer(Listener listener) : listener_(std::move(listener)) {}
 
 void Announcer::Tell(const MembershipEvent& event) {
-  const bool is_end = (event.kind == MembershipEvent::kFailed && event.next_incarnation == 0) ||
+  const bool is_end = (event.kind == MembershipEvent::kFailed && event.next_generation == 0) ||
                       (event.kind == MembershipEvent::kEnded && !event.suspended);
   BPS_INVARIANT_NOTED("a job ends once", !is_end || !over_.exchange(true), event.reason);
   if (listener_) listener_(event);
 }
 
-void Announcer::TellFailure(const std::string& reason, int next_incarnation, const char* file,
+void Announcer::TellFailure(const std::string& reason, int next_generation, const char* file,
                             int line) {
   MembershipEvent event;
   event.kind = MembershipEvent::kFailed;
-  event.next_incarnation = next_incarnation;
+  event.next_generation = next_generation;
   event.reason = reason;
   event.file = file;
   event.line = line;

@@ -18,8 +18,8 @@ class Announcer {
   explicit Announcer(Listener listener);
 
   void Tell(const MembershipEvent& event);
-  // Tells a kFailed event. `next_incarnation`: see MembershipEvent.
-  void TellFailure(const std::string& reason, int next_incarnation, const char* file, int line);
+  // Tells a kFailed event. `next_generation`: see MembershipEvent.
+  void TellFailure(const std::string& reason, int next_generation, const char* file, int line);
 
  private:
   const Listener listener_;

@@ -51,14 +51,14 @@ struct MembershipEvent {
   bool suspended = false;
   // For kFailed on a scheduler that keeps the cluster: the generation that it waits for; otherwise
   // 0.
-  int next_incarnation = 0;
+  int next_generation = 0;
   std::string reason;
   // Source location at which the failure was found.
   const char* file = "";
   int line = 0;
   NodeInfo node;
   // The job's numbers, for kAdmitted, kComplete, and kNodeLeft on the scheduler.
-  int incarnation = 0;
+  int generation = 0;
   int workers = 0;
   int servers = 0;
   int expected_workers = -1;
@@ -84,7 +84,7 @@ struct JobView {
     bool left = false;
   };
   Phase phase = kGathering;
-  int incarnation = 1;
+  int generation = 1;
   std::string failure;  // failure of this generation or, while gathering, of the previous one
   int workers = -1;     // number that the job should have, as `servers`; -1: not known yet
   int servers = -1;

@@ -33,7 +33,7 @@ class MembershipLinks {
   // Rate of the NICs that the nodes of this host use, in Mbit/s; 0: unknown.
   virtual int host_mbps() const { return 0; }
   // Sets the job's generation for connections made from now on.
-  virtual void SetIncarnation(int incarnation) = 0;
+  virtual void SetGeneration(int generation) = 0;
   // The job's number (link/admission.h). A scheduler that takes over another scheduler's job adopts
   // its number.
   virtual uint64_t job() const = 0;

@@ -243,9 +243,9 @@ void NodeMembership::OnWelcome(const Message& msg) {
   const auto welcome = membership::Parse<membership::Welcome>(msg.meta.body);
   if (!welcome) return;
   if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
-  if (OnReturn(welcome->life)) return;
+  if (OnReturn(welcome->scheduler_number)) return;
   // When this node connected, the scheduler may still have been in the previous generation.
-  links_->SetIncarnation(welcome->generation);
+  links_->SetGeneration(welcome->generation);
   {
     MutexLock lock(&mu_);
     welcomed_ = true;

@@ -158,7 +158,7 @@ class NodeMembership : public Membership {
   bool NotFound(const std::string& how) PS_REQUIRES(mu_);
   // Handles this node's admission by a scheduler. Returns true if this node was waiting
   // for its scheduler to return.
-  bool OnReturn(int life);
+  bool OnReturn(int scheduler_number);
   void AskAgain();
   void Remember(const membership::MemberWord& word) PS_REQUIRES(mu_);
   void OnHeartbeat();
@@ -196,7 +196,8 @@ class NodeMembership : public Membership {
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);
   std::map<int, BrokenLink> broken_links_ PS_GUARDED_BY(mu_);  // by the peer's node id
-  int life_ PS_GUARDED_BY(mu_) = 0;  // number of the scheduler (ScheduledJob::life); 0: unknown
+  int scheduler_number_ PS_GUARDED_BY(mu_) =
+      0;  // number of the scheduler (ScheduledJob::scheduler_number); 0: unknown
   std::optional<Absence> absence_ PS_GUARDED_BY(mu_);
   // Time by which a returned scheduler has stopped waiting for nodes.
   Clock::time_point settled_ PS_GUARDED_BY(mu_);

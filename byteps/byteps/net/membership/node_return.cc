@@ -94,7 +94,7 @@ membership::Account NodeMembership::MakeAccount() {
   membership::Account account;
   account.job = links_->job();
   MutexLock lock(&mu_);
-  account.life = life_;
+  account.scheduler_number = scheduler_number_;
   account.is_late = is_late_;
   account.replicas = view_;
   account.turns = turns_;
@@ -119,12 +119,12 @@ bool NodeMembership::lacks_scheduler() {
   return absence_ || Clock::now() < settled_;
 }
 
-bool NodeMembership::OnReturn(int life) {
+bool NodeMembership::OnReturn(int scheduler_number) {
   double seconds = 0;
   {
     MutexLock lock(&mu_);
-    const bool is_earlier = life < life_;
-    if (!is_earlier) life_ = life;
+    const bool is_earlier = scheduler_number < scheduler_number_;
+    if (!is_earlier) scheduler_number_ = scheduler_number;
     if (!absence_) return false;
     if (is_earlier) {
       lock.Unlock();
@@ -163,7 +163,7 @@ void NodeMembership::AskAgain() {
       if (!is_told) words.push_back(membership::Pack(MemberWord(membership::Ready())));
     }
     if (asked_.admit && asked_.admit->replica < count && waits(asked_.admit->replica) &&
-        view_.lives[asked_.admit->replica] == asked_.admit->life) {
+        view_.ready_epochs[asked_.admit->replica] == asked_.admit->ready_epoch) {
       words.push_back(membership::Pack(MemberWord(*asked_.admit)));
     }
     words.insert(words.end(), asked_.words.begin(), asked_.words.end());

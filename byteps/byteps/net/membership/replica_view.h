@@ -13,9 +13,8 @@ struct ReplicaView {
   int epoch = 0;        // increases with each change
   std::string present;  // '1' for each replica that takes part in all-reduces, '0' for the others
   std::string waiting;  // '1' for each replica that is ready to join, '0' for the others
-  // Life of each replica: the epoch in which it became ready to join, or 0 if it was present from
-  // the beginning.
-  std::vector<int> lives;
+  // Epoch in which each replica became ready to join, or 0 if it was present from the beginning.
+  std::vector<int> ready_epochs;
   // Donor of each replica: the replica that sends it the current state. -1 if the replica was
   // present from the beginning, or has not joined yet. The scheduler chooses donors, since nodes
   // may learn of a removed replica at different times.

@@ -35,9 +35,9 @@ struct ScheduledJob {
   Mutex mu;
   State state PS_GUARDED_BY(mu) = State::kActive;
   Roster roster PS_GUARDED_BY(mu);
-  int incarnation PS_GUARDED_BY(mu) = 1;
+  int generation PS_GUARDED_BY(mu) = 1;
   // Number of this scheduler, higher than those of all earlier schedulers of the job.
-  int life PS_GUARDED_BY(mu) = 1;
+  int scheduler_number PS_GUARDED_BY(mu) = 1;
   bool any_worker PS_GUARDED_BY(mu) = false;  // a worker has come
   bool has_begun PS_GUARDED_BY(mu) = false;   // all nodes have come
   Clock::time_point last_arrival PS_GUARDED_BY(mu);

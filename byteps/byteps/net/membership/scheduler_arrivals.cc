@@ -23,14 +23,14 @@ void SchedulerMembership::Register(const Message& msg) {
   if (msg.meta.control.node.size() != 1) return;
   Node node = msg.meta.control.node[0];
   const auto [claim, account] = membership::ParseRegistration(msg.meta.body);
-  if (account.life > 0) return policy_->OnReturn(node, claim, account);
+  if (account.scheduler_number > 0) return policy_->OnReturn(node, claim, account);
   if (claim.probe > 0) return AnswerProbe(node, claim);
   Refusal refusal;
-  int incarnation = 0;
+  int generation = 0;
   {
     MutexLock lock(&job_.mu);
     if (job_.state == State::kStopped) return;
-    incarnation = job_.incarnation;
+    generation = job_.generation;
     refusal = WhyClosed();
     if (!refusal) refusal = Assign(job_.roster, policy_.get(), job_.settings, claim, &node);
     if (!refusal && node.role == Node::SERVER) policy_->ChoosePlace(&node);
@@ -39,22 +39,22 @@ void SchedulerMembership::Register(const Message& msg) {
   // Connects before the node is a member, so every member can be told of a failure.
   job_.links->Connect(node);
   bool had_begun = false, begins = false;
-  int life = 0;
+  int scheduler_number = 0;
   {
     MutexLock lock(&job_.mu);
     if (job_.state == State::kStopped) return;
-    if (incarnation == job_.incarnation && job_.state == State::kActive) {
+    if (generation == job_.generation && job_.state == State::kActive) {
       had_begun = job_.has_begun;
       Admit(claim, node);
       begins = !had_begun && job_.has_begun;
     } else {
       refusal = {"the job has failed: " + failure_, job_.state != State::kFailed};
     }
-    life = job_.life;
+    scheduler_number = job_.scheduler_number;
   }
   if (refusal) return Refuse(node, refusal);
   Send(job_.links, Control::WELCOME, node.id,
-       membership::Pack(membership::Welcome{incarnation, life}), {node});
+       membership::Pack(membership::Welcome{generation, scheduler_number}), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   EmitProgress(MembershipEvent::kAdmitted, node);
   if (had_begun) return policy_->OnNewcomer(node);
@@ -179,8 +179,8 @@ std::vector<Node> SchedulerMembership::NeighborsOf(int server) {
 
 void SchedulerMembership::TakeOver(uint64_t job) {
   job_.AssertHeld();
-  job_.incarnation = static_cast<int>(job & kIncarnationMask);
-  last_incarnation_ = job_.incarnation;
+  job_.generation = static_cast<int>(job & kGenerationMask);
+  last_generation_ = job_.generation;
   job_.links->SetJob(job);
 }
 

@@ -35,7 +35,7 @@ SchedulerMembership::SchedulerMembership(MembershipLinks* links, const Membershi
                    },
                    [this](Clock::time_point now) { OnBeat(now); }}) {
   job_.roster.Expect({settings.keep ? -1 : settings.workers, settings.servers});
-  SetIncarnation(1);
+  SetGeneration(1);
 }
 
 SchedulerMembership::~SchedulerMembership() { Stop(); }
@@ -67,11 +67,11 @@ std::string SchedulerMembership::NameOf(int node_id) {
   return member != nullptr ? Describe(member->node) : RoleAndRank(node_id);
 }
 
-void SchedulerMembership::SetIncarnation(int incarnation) {
-  BPS_INVARIANT_NOTED("generations only grow", incarnation > last_incarnation_,
-                      std::to_string(incarnation) + " after " + std::to_string(last_incarnation_));
-  last_incarnation_ = incarnation;
-  job_.links->SetIncarnation(incarnation);
+void SchedulerMembership::SetGeneration(int generation) {
+  BPS_INVARIANT_NOTED("generations only grow", generation > last_generation_,
+                      std::to_string(generation) + " after " + std::to_string(last_generation_));
+  last_generation_ = generation;
+  job_.links->SetGeneration(generation);
 }
 
 void SchedulerMembership::EmitProgress(MembershipEvent::Kind kind, const Node& node) {
@@ -82,7 +82,7 @@ void SchedulerMembership::EmitProgress(MembershipEvent::Kind kind, const Node& n
   event.reason = Describe(node) + " left the job";
   {
     MutexLock lock(&job_.mu);
-    event.incarnation = job_.incarnation;
+    event.generation = job_.generation;
     event.expected_workers = job_.roster.expected().workers;
     event.expected_servers = job_.roster.expected().servers;
     const JobSize present = job_.roster.Present();
@@ -100,7 +100,7 @@ void SchedulerMembership::Handle(const Message& msg) {
     MutexLock lock(&job_.mu);
     Member* const member = job_.roster.Find(sender);
     if (member == nullptr && sender != Node::kEmpty) {
-      PS_PROBE(kOldIncarnation);
+      PS_PROBE(kOldGeneration);
       PS_VLOG(1) << "a message of node " << sender
                  << ", which is not of this generation of the job";
       return;
@@ -200,7 +200,7 @@ void SchedulerMembership::TellOfDepartures() {
 void SchedulerMembership::EndJob() {
   std::vector<int> servers, late;
   bool suspended = false;
-  int incarnation = 0;
+  int generation = 0;
   {
     MutexLock lock(&job_.mu);
     // Failed or stopped. Stop waits for the heartbeat thread, which sees the state.
@@ -213,7 +213,7 @@ void SchedulerMembership::EndJob() {
     Clear();
     if (suspended) {
       job_.roster.Expect({});
-      incarnation = ++job_.incarnation;
+      generation = ++job_.generation;
     } else {
       job_.state = State::kEnded;
     }
@@ -223,7 +223,7 @@ void SchedulerMembership::EndJob() {
   }
   const std::string end = membership::Pack(membership::End{suspended});
   for (const int id : servers) Send(job_.links, Control::JOB_END, id, end);
-  if (suspended) SetIncarnation(incarnation);
+  if (suspended) SetGeneration(generation);
   MembershipEvent event;
   event.kind = MembershipEvent::kEnded;
   event.suspended = suspended;
@@ -291,20 +291,20 @@ void SchedulerMembership::FailJob(const std::string& reason, bool for_good, cons
     // Set before nodes are told: their deaths from this failure must not count as another one.
     job_.state = goes_on ? State::kTurning : State::kFailed;
     failure_ = reason;
-    if (goes_on) next = job_.incarnation + 1;
+    if (goes_on) next = job_.generation + 1;
     receivers = job_.roster.PresentIds();
   }
   Wake();
   for (const int id : receivers) Send(job_.links, Control::JOB_FAILED, id, reason);
   policy_->OnJobFailed();
   job_.announcer.TellFailure(reason, next, file, line);
-  if (goes_on) BeginIncarnation();
+  if (goes_on) BeginGeneration();
 }
 
-void SchedulerMembership::BeginIncarnation() {
-  PS_PROBE(kIncarnationEnds);
+void SchedulerMembership::BeginGeneration() {
+  PS_PROBE(kGenerationEnds);
   std::vector<Node> old;
-  int incarnation = 0;
+  int generation = 0;
   {
     MutexLock lock(&job_.mu);
     if (job_.state != State::kTurning) return;  // Stop was called
@@ -314,11 +314,11 @@ void SchedulerMembership::BeginIncarnation() {
     }
     Clear();
     job_.roster.Expect({-1, job_.roster.expected().servers});
-    incarnation = ++job_.incarnation;
-    incarnation_begun_ = Clock::now();
+    generation = ++job_.generation;
+    generation_begun_ = Clock::now();
   }
   ignored_.Clear();
-  SetIncarnation(incarnation);
+  SetGeneration(generation);
   // Take their ids away first: a new node may get such an id while they are being told.
   for (const Node& node : old) {
     job_.links->Connect(node);
@@ -411,16 +411,16 @@ std::string SchedulerMembership::ReasonNotToStart(Clock::time_point now) {
 std::string SchedulerMembership::ReasonToGiveUp(Clock::time_point now) {
   const double limit = job_.settings.keep_timeout_s;
   if (!job_.settings.keep || limit <= 0 || job_.any_worker || failure_.empty()) return "";
-  if (now - incarnation_begun_ < ToDuration(limit)) return "";
+  if (now - generation_begun_ < ToDuration(limit)) return "";
   return "no worker came within " + Limit(limit, "BYTEPS_KEEP_TIMEOUT_S") + " after generation " +
-         std::to_string(job_.incarnation - 1) + " of the job failed: " + failure_;
+         std::to_string(job_.generation - 1) + " of the job failed: " + failure_;
 }
 
 JobView SchedulerMembership::View() {
   const auto now = Clock::now();
   JobView view;
   MutexLock lock(&job_.mu);
-  view.incarnation = job_.incarnation;
+  view.generation = job_.generation;
   const bool of_last = job_.state == State::kActive && !failure_.empty();
   view.failure = (of_last ? "the last generation failed: " : "") + failure_;
   view.replicas = policy_->Replicas();

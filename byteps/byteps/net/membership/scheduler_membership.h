@@ -85,7 +85,7 @@ class SchedulerMembership : public Membership {
   using State = ScheduledJob::State;
 
   // Sets the job's generation in the links.
-  void SetIncarnation(int incarnation);
+  void SetGeneration(int generation);
 
   // Functions for nodes that arrive (scheduler_arrivals.cc).
   void Register(const Message& msg);
@@ -108,7 +108,7 @@ class SchedulerMembership : public Membership {
   void OnLost(int node_id, const std::string& how);
   // Handles a report that a node cannot continue, from the node itself or from a server.
   void OnFailure(const Message& msg);
-  void BeginIncarnation();
+  void BeginGeneration();
   // Forgets the nodes of a finished or failed job.
   void Clear() PS_REQUIRES(job_.mu);
 
@@ -128,12 +128,12 @@ class SchedulerMembership : public Membership {
   ScheduledJob job_;
   const std::unique_ptr<RosterPolicy> policy_;
   membership::IgnoredSenders ignored_;
-  uint64_t broken_invariants_;            // number for which this job or an earlier one has failed
-  std::atomic<int> last_incarnation_{0};  // generation that is set in the links
+  uint64_t broken_invariants_;           // number for which this job or an earlier one has failed
+  std::atomic<int> last_generation_{0};  // generation that is set in the links
 
   // Failure of the previous generation, with MembershipSettings::keep.
   std::string failure_ PS_GUARDED_BY(job_.mu);
-  Clock::time_point incarnation_begun_ PS_GUARDED_BY(job_.mu);
+  Clock::time_point generation_begun_ PS_GUARDED_BY(job_.mu);
   // Workers that have left and that servers do not know of yet.
   std::vector<Node> departed_ PS_GUARDED_BY(job_.mu);
   Clock::time_point tell_departed_ PS_GUARDED_BY(job_.mu);

@@ -30,14 +30,14 @@ bool AreTurns(const membership::Turns& turns) {
 
 bool IsValid(const ReplicaView& view) {
   const size_t count = view.present.size();
-  if (view.lives.size() != count || view.donors.size() != count || !IsCount(view.epoch) ||
+  if (view.ready_epochs.size() != count || view.donors.size() != count || !IsCount(view.epoch) ||
       !AreBits(view.present, count) || !AreBits(view.waiting, count)) {
     return false;
   }
   if (count == 0) return true;
   return count > 1 && view.workers >= view.count() && view.workers <= kMaxNodes &&
          view.workers % view.count() == 0 &&
-         std::all_of(view.lives.begin(), view.lives.end(), IsCount) &&
+         std::all_of(view.ready_epochs.begin(), view.ready_epochs.end(), IsCount) &&
          std::all_of(view.donors.begin(), view.donors.end(),
                      [&](int donor) { return donor >= -1 && donor < view.count(); });
 }
@@ -57,7 +57,7 @@ int TurnOf(const Turns& turns, int rank) {
 bool IsVacant(const Turns& turns, int rank) { return TurnOf(turns, rank) % 2 == 1; }
 
 bool IsValid(const Account& account) {
-  return IsCount(account.life) && (account.life == 0 || account.job != 0) &&
+  return IsCount(account.scheduler_number) && (account.scheduler_number == 0 || account.job != 0) &&
          std::all_of(account.left.begin(), account.left.end(), IsRank) && AreTurns(account.turns);
 }
 

@@ -18,8 +18,8 @@
 namespace ps {
 
 inline auto Fields(ReplicaView& view) {
-  return std::tie(view.workers, view.epoch, view.present, view.waiting, view.lives, view.donors,
-                  view.news);
+  return std::tie(view.workers, view.epoch, view.present, view.waiting, view.ready_epochs,
+                  view.donors, view.news);
 }
 inline auto Fields(Farewell& farewell) {
   return std::tie(farewell.suspend, farewell.failure, farewell.error);
@@ -60,16 +60,16 @@ bool IsVacant(const Turns& turns, int rank);
 // A node's report to a scheduler that takes over the job of a dead scheduler
 // (docs/design/losses.md).
 struct Account {
-  uint64_t job = 0;      // number of the job
-  int life = 0;          // number of the last scheduler that the node knows; 0: the node is new
-  bool is_late = false;  // from a worker: its replica came to a running job
-  std::set<int> left;    // from a server: ranks of workers that left in order
-  Turns turns;           // turns of servers' places that the node knows
-  ReplicaView replicas;  // the latest view that the node knows; empty if it knows none
+  uint64_t job = 0;          // number of the job
+  int scheduler_number = 0;  // number of the last scheduler that the node knows; 0: the node is new
+  bool is_late = false;      // from a worker: its replica came to a running job
+  std::set<int> left;        // from a server: ranks of workers that left in order
+  Turns turns;               // turns of servers' places that the node knows
+  ReplicaView replicas;      // the latest view that the node knows; empty if it knows none
 };
 inline auto Fields(Account& account) {
-  return std::tie(account.job, account.life, account.is_late, account.left, account.turns,
-                  account.replicas);
+  return std::tie(account.job, account.scheduler_number, account.is_late, account.left,
+                  account.turns, account.replicas);
 }
 bool IsValid(const Account& account);
 
@@ -99,11 +99,13 @@ bool IsValid(const Beginning& beginning);
 
 // Body of WELCOME.
 struct Welcome {
-  int generation = 1;  // generation of the job
-  int life = 0;        // number of the scheduler (ScheduledJob::life)
+  int generation = 1;        // generation of the job
+  int scheduler_number = 0;  // number of the scheduler (ScheduledJob::scheduler_number)
 };
-inline auto Fields(Welcome& welcome) { return std::tie(welcome.generation, welcome.life); }
-inline bool IsValid(const Welcome& welcome) { return welcome.life > 0; }
+inline auto Fields(Welcome& welcome) {
+  return std::tie(welcome.generation, welcome.scheduler_number);
+}
+inline bool IsValid(const Welcome& welcome) { return welcome.scheduler_number > 0; }
 
 // Body of JOB_END.
 struct End {
@@ -143,9 +145,9 @@ inline auto Fields(Ready& /*word*/) { return std::tuple<>(); }
 // From a worker: all workers that take part are between two steps, so this replica may join.
 struct Admit {
   int replica = 0;
-  int life = 0;  // life of the replica
+  int ready_epoch = 0;  // see ReplicaView
 };
-inline auto Fields(Admit& word) { return std::tie(word.replica, word.life); }
+inline auto Fields(Admit& word) { return std::tie(word.replica, word.ready_epoch); }
 // From a server: other workers wait for the worker of this rank. The scheduler passes the message
 // on to that worker.
 struct Awaited {

@@ -347,7 +347,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
     for (auto it = used_proofs_.begin(); it != used_proofs_.end();) {
       it = it->second < now - 1 ? used_proofs_.erase(it) : std::next(it);
     }
-    // A replay of an overheard proof.
+    // A proof that was used before was overheard: refuse it.
     if (!used_proofs_.emplace(request.proof, period).second) break;
     return true;
   }

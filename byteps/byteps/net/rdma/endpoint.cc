@@ -38,57 +38,57 @@ Endpoint::~Endpoint() {
 }
 
 void Endpoint::Open() {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     // The peer's first message may arrive before the event that it is connected.
     if (state_ != State::kConnecting || !connection_) return;
     state_ = State::kOpen;
     was_open_ = true;
-    Pump(&turn);
+    Pump(&deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 // ---------------------------------------------------------------- sending
 
 void Endpoint::Send(OutgoingPtr message) {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     outbox_.Push(std::move(message));
-    Pump(&turn);
+    Pump(&deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 void Endpoint::SayGoodbye() {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     goodbye_.wanted = true;
-    Pump(&turn);
+    Pump(&deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 void Endpoint::CloseWhenFlushed() {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     goodbye_.wanted = goodbye_.closes = true;
     // No connection will flush it.
-    if (outage_.lasts() && state_ != State::kOpen) Close("this node closed it", &turn);
-    Pump(&turn);
-    CloseIfFlushed(&turn);
+    if (outage_.lasts() && state_ != State::kOpen) Close("this node closed it", &deferred);
+    Pump(&deferred);
+    CloseIfFlushed(&deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
-void Endpoint::CloseIfFlushed(Turn* turn) {
+void Endpoint::CloseIfFlushed(Deferred* deferred) {
   if (!goodbye_.closes || state_ != State::kOpen || !goodbye_.sent) return;
-  if (connection_->sends.empty()) Close("this node closed it", turn);
+  if (connection_->sends.empty()) Close("this node closed it", deferred);
 }
 
 bool Endpoint::flushed() {
@@ -113,33 +113,33 @@ LinkLoad Endpoint::load() {
   return load;
 }
 
-void Endpoint::Pump(Turn* turn) {
+void Endpoint::Pump(Deferred* deferred) {
   if (state_ != State::kOpen) return;
-  if (!connection_->told_received && CanSend()) SendResume(turn);
+  if (!connection_->told_received && CanSend()) SendResume(deferred);
   // Messages that the peer already has must not be sent again.
   if (state_ != State::kOpen || !connection_->resumed) return;
   // First what lets the peer continue, new messages last. Posted requests leave in order, so it
   // posts only as much as keeps the link busy: a CTS behind all waiting values would starve the
   // other direction.
-  while (inbox_.any_to_tell() && CanSend()) SendCts(turn);
-  while (CanSend() && MayWrite()) WriteNext(turn);
+  while (inbox_.any_to_tell() && CanSend()) SendCts(deferred);
+  while (CanSend() && MayWrite()) WriteNext(deferred);
   while (outbox_.has_next() && CanSend()) {
-    SendNext(turn);
-    while (CanSend() && MayWrite()) WriteNext(turn);  // to an offered destination
+    SendNext(deferred);
+    while (CanSend() && MayWrite()) WriteNext(deferred);  // to an offered destination
   }
   if (goodbye_.wanted && !goodbye_.sent && outbox_.empty() && CanSend()) {
     goodbye_.sent = true;
     connection_->sends.SignalAll();  // it may be closed when the last is complete
-    SendBare(kGoodbye, turn);
+    SendBare(kGoodbye, deferred);
   }
   if (state_ != State::kOpen) return;
   const bool owes_much = connection_->owed >= settings_.receive_depth / 2;
   if (owes_much && connection_->credits > 0 && connection_->sends.has_room()) {
-    SendBare(kCredit, turn);
+    SendBare(kCredit, deferred);
   }
 }
 
-void Endpoint::SendNext(Turn* turn) {
+void Endpoint::SendNext(Deferred* deferred) {
   OutgoingPtr message = outbox_.TakeNext();
   Offer taken;
   FrameHeader header;
@@ -157,9 +157,9 @@ void Endpoint::SendNext(Turn* turn) {
     const uint32_t rkey = message->place.region->rkey(*connection_->device);
     sizes += inbox_.MakeOffer(message->exchange, message->place, rkey).Encode();
   }
-  if (!SendFrame(header, sizes, message.get(), turn)) {
+  if (!SendFrame(header, sizes, message.get(), deferred)) {
     if (state_ == State::kClosed) {
-      turn->done.push_back(std::move(message));
+      deferred->done.push_back(std::move(message));
     } else {
       outbox_.PutBack(std::move(message));
     }
@@ -196,21 +196,21 @@ void Endpoint::Sent(OutgoingPtr message) {
   outbox_.Sent(std::move(message));
 }
 
-void Endpoint::SendCts(Turn* turn) {
+void Endpoint::SendCts(Deferred* deferred) {
   FrameHeader header;
   header.type = kCts;
   const Target target = inbox_.Tell(&header.id);
-  SendFrame(header, target.Encode(), nullptr, turn);
+  SendFrame(header, target.Encode(), nullptr, deferred);
 }
 
-void Endpoint::SendBare(FrameType type, Turn* turn) {
+void Endpoint::SendBare(FrameType type, Deferred* deferred) {
   FrameHeader header;
   header.type = type;
-  SendFrame(header, "", nullptr, turn);
+  SendFrame(header, "", nullptr, deferred);
 }
 
 bool Endpoint::SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
-                         Turn* turn) {
+                         Deferred* deferred) {
   Connection* const connection = connection_.get();
   char* const frame = SlotOf(connection->sends.next_slot());
   char* at = frame;
@@ -246,10 +246,10 @@ bool Endpoint::SendFrame(FrameHeader header, const std::string& body, const Outg
                       "a frame of type " + std::to_string(header.type));
   --connection->credits;
   connection->nic->bytes_sent += piece.length;
-  return PostSend(&request, what, turn);
+  return PostSend(&request, what, deferred);
 }
 
-void Endpoint::WriteNext(Turn* turn) {
+void Endpoint::WriteNext(Deferred* deferred) {
   Connection* const connection = connection_.get();
   Outgoing* const message = outbox_.writing();
   const uint64_t left = message->length - message->written;
@@ -271,7 +271,7 @@ void Endpoint::WriteNext(Turn* turn) {
   what.key = message->key;
   what.ends_message = last;
   what.is_large = message->length >= kLargeBytes;
-  if (!PostSend(&request, what, turn)) return;
+  if (!PostSend(&request, what, deferred)) return;
   message->written += piece.length;
   connection->nic->bytes_sent += piece.length;
   BPS_INVARIANT_NOTED("a window is within its limit",
@@ -283,14 +283,15 @@ void Endpoint::WriteNext(Turn* turn) {
   Sent(outbox_.TakeWritten());
 }
 
-bool Endpoint::PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn) {
+bool Endpoint::PostSend(ibv_send_wr* request, const PostedSends::Request& what,
+                        Deferred* deferred) {
   PostedSends* const sends = &connection_->sends;
   const bool signalled = sends->MustSignal(what);
   request->wr_id = sends->next();
   if (signalled) request->send_flags |= IBV_SEND_SIGNALED;
   ibv_send_wr* bad = nullptr;
   if (int error = ibv_post_send(connection_->qp.get(), request, &bad)) {
-    BreakFor("a send could not be posted", error, turn);
+    BreakFor("a send could not be posted", error, deferred);
     return false;
   }
   sends->Add(what, signalled);
@@ -315,47 +316,47 @@ bool Endpoint::Watch() {
 }
 
 void Endpoint::AskWhatArrived() {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     if (state_ != State::kOpen || !connection_->sends.EndWatch()) return;
-    if (int error = PostNothing()) BreakFor("a send could not be posted", error, &turn);
+    if (int error = PostNothing()) BreakFor("a send could not be posted", error, &deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 void Endpoint::AskWhetherItWorks() {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     if (state_ != State::kOpen || !connection_->sends.empty()) return;
-    if (int error = PostNothing()) BreakFor("a send could not be posted", error, &turn);
+    if (int error = PostNothing()) BreakFor("a send could not be posted", error, &deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 // ----------------------------------------------------------------- ending
 
 void Endpoint::Fail(const std::string& reason) {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
-    Close(reason, &turn);
+    Close(reason, &deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
-void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
+void Endpoint::Close(const std::string& reason, Deferred* deferred, bool by_peer) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
-  turn->closed = true;
-  turn->ending = {reason, by_peer, goodbye_.received};
+  deferred->closed = true;
+  deferred->ending = {reason, by_peer, goodbye_.received};
   StopQueuePair();
   // Only this side knows these. Memory that the device reads or writes stays until its requests
   // have returned.
-  outbox_.TakeUnsent(&turn->done);
+  outbox_.TakeUnsent(&deferred->done);
   inbox_.StopTelling();
-  if (!connection_ || connection_->reads_no_message()) outbox_.TakeSent(&turn->done);
+  if (!connection_ || connection_->reads_no_message()) outbox_.TakeSent(&deferred->done);
 }
 
 bool Endpoint::closed() {
@@ -373,8 +374,8 @@ bool Endpoint::finished() {
   return Finished();
 }
 
-void Endpoint::Finish(Turn* turn) {
-  for (auto& parts : turn->received) {
+void Endpoint::Finish(Deferred* deferred) {
+  for (auto& parts : deferred->received) {
     try {
       if (parts.is_inline) PutInPlace(&parts);
       owner_->OnMessage(this, std::move(parts));
@@ -382,9 +383,9 @@ void Endpoint::Finish(Turn* turn) {
       Fail(e.what());
     }
   }
-  if (turn->resumed) owner_->OnResumed(this, turn->after, turn->again);
-  if (turn->broken) owner_->OnBroken(this, turn->path_failed);
-  if (turn->closed) owner_->OnClosed(this, turn->ending);
+  if (deferred->resumed) owner_->OnResumed(this, deferred->after, deferred->again);
+  if (deferred->broken) owner_->OnBroken(this, deferred->path_failed);
+  if (deferred->closed) owner_->OnClosed(this, deferred->ending);
 }
 
 }  // namespace rdma

@@ -213,7 +213,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   };
 
   // Actions to take after the lock is released.
-  struct Turn {
+  struct Deferred {
     std::vector<Received> received;
     OutgoingList done;
     bool broken = false;
@@ -272,9 +272,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool can_send() const { return sends.has_room() && credits > 1; }
   };
 
-  void Finish(Turn* turn);
-  void CloseIfFlushed(Turn* turn) PS_REQUIRES(mu_);
-  void Pump(Turn* turn) PS_REQUIRES(mu_);
+  void Finish(Deferred* deferred);
+  void CloseIfFlushed(Deferred* deferred) PS_REQUIRES(mu_);
+  void Pump(Deferred* deferred) PS_REQUIRES(mu_);
   bool MayWrite() const PS_REQUIRES(mu_) {
     return outbox_.writing() != nullptr &&
            connection_->sends.bytes() + connection_->max_write <= settings_.window_bytes;
@@ -286,34 +286,34 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   }
   // `body` follows the header. Returns false if the device refused the frame and the connection
   // broke.
-  bool SendFrame(FrameHeader header, const std::string& body, const Outgoing* content, Turn* turn)
-      PS_REQUIRES(mu_);
-  void SendBare(FrameType type, Turn* turn) PS_REQUIRES(mu_);
-  void SendResume(Turn* turn) PS_REQUIRES(mu_);
-  void SendCts(Turn* turn) PS_REQUIRES(mu_);
-  void SendNext(Turn* turn) PS_REQUIRES(mu_);
+  bool SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
+                 Deferred* deferred) PS_REQUIRES(mu_);
+  void SendBare(FrameType type, Deferred* deferred) PS_REQUIRES(mu_);
+  void SendResume(Deferred* deferred) PS_REQUIRES(mu_);
+  void SendCts(Deferred* deferred) PS_REQUIRES(mu_);
+  void SendNext(Deferred* deferred) PS_REQUIRES(mu_);
   // Takes the destination that the peer has offered for this answer.
   bool TakeOffer(const Outgoing& message, Offer* offer) PS_REQUIRES(mu_);
-  void WriteNext(Turn* turn) PS_REQUIRES(mu_);
-  bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Turn* turn)
+  void WriteNext(Deferred* deferred) PS_REQUIRES(mu_);
+  bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Deferred* deferred)
       PS_REQUIRES(mu_);
   // Posts a signalled request without effect: its completion shows that all requests before it are
   // done. The request uses no receive and no completion of the peer. Returns 0 or an errno.
   int PostNothing() PS_REQUIRES(mu_);
   // Logs a message whose last request the device has; that request completes on its arrival.
   void Sent(OutgoingPtr message) PS_REQUIRES(mu_);
-  void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
-  void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
-  void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);
-  void CompleteReceive(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
-  void ReadFrame(const char* frame, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
+  void Complete(const ibv_wc& wc, Deferred* deferred) PS_REQUIRES(mu_);
+  void CompleteSend(const ibv_wc& wc, Deferred* deferred) PS_REQUIRES(mu_);
+  void BreakAfter(const ibv_wc& wc, const std::string& what, Deferred* deferred) PS_REQUIRES(mu_);
+  void CompleteReceive(const ibv_wc& wc, Deferred* deferred) PS_REQUIRES(mu_);
+  void ReadFrame(const char* frame, uint32_t bytes, Deferred* deferred) PS_REQUIRES(mu_);
   // The Read functions throw Error if the peer breaks the protocol.
-  void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn)
+  void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Deferred* deferred)
       PS_REQUIRES(mu_);
   void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) PS_REQUIRES(mu_);
-  void ReadResume(const char* body, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
-  void ReadImmediate(uint32_t cookie, Turn* turn) PS_REQUIRES(mu_);
-  void Deliver(Received parts, Turn* turn) PS_REQUIRES(mu_);
+  void ReadResume(const char* body, uint32_t bytes, Deferred* deferred) PS_REQUIRES(mu_);
+  void ReadImmediate(uint32_t cookie, Deferred* deferred) PS_REQUIRES(mu_);
+  void Deliver(Received parts, Deferred* deferred) PS_REQUIRES(mu_);
   void PutInPlace(Received* received);
   bool Finished() const PS_REQUIRES(mu_) {
     return state_ == State::kClosed && (!connection_ || connection_->drained());
@@ -326,9 +326,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   }
   bool PostReceive(uint32_t slot) PS_REQUIRES(mu_);
   // Handles an unusable connection.
-  void BreakOff(const std::string& reason, LinkFault fault, Turn* turn) PS_REQUIRES(mu_);
+  void BreakOff(const std::string& reason, LinkFault fault, Deferred* deferred) PS_REQUIRES(mu_);
   // Handles a request that the device refused.
-  void BreakFor(const char* what, int error, Turn* turn) PS_REQUIRES(mu_);
+  void BreakFor(const char* what, int error, Deferred* deferred) PS_REQUIRES(mu_);
   // Drops a broken connection once the device has returned all requests. Called by the polling
   // thread.
   void LetGoIfDrained() PS_REQUIRES(mu_);
@@ -347,7 +347,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // last result of done().
   template <typename Done>
   bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);
-  void Close(const std::string& reason, Turn* turn, bool by_peer = false) PS_REQUIRES(mu_);
+  void Close(const std::string& reason, Deferred* deferred, bool by_peer = false) PS_REQUIRES(mu_);
 
   EndpointOwner* const owner_;
   const Plane plane_;
@@ -375,7 +375,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   Inbox inbox_ PS_GUARDED_BY(mu_);
   Goodbye goodbye_ PS_GUARDED_BY(mu_);
   std::thread::id polling_thread_ PS_GUARDED_BY(mu_);
-  Turn later_ PS_GUARDED_BY(mu_);  // completions that the polling thread saw in Abandon
+  Deferred later_ PS_GUARDED_BY(mu_);  // completions that the polling thread saw in Abandon
 };
 
 }  // namespace rdma

@@ -244,23 +244,23 @@ void Endpoint::StopQueuePair() {
 }
 
 void Endpoint::Break(const std::string& reason, LinkFault fault) {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
-    BreakOff(reason, fault, &turn);
+    BreakOff(reason, fault, &deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 bool Endpoint::Leave(const std::string& reason) {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     if (state_ != State::kOpen || goodbye_.received || goodbye_.wanted) return false;
     if (owner_->Patience(this, LinkFault::kBroken) <= Clock::duration::zero()) return false;
-    BreakOff(reason, LinkFault::kBroken, &turn);
+    BreakOff(reason, LinkFault::kBroken, &deferred);
   }
-  Finish(&turn);
+  Finish(&deferred);
   return true;
 }
 
@@ -270,19 +270,19 @@ std::string Endpoint::path() {
   return moves ? connection_->nics : "";
 }
 
-void Endpoint::BreakFor(const char* what, int error, Turn* turn) {
-  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, turn);
-  BreakOff(std::string(what) + ": " + strerror(error), LinkFault::kBroken, turn);
+void Endpoint::BreakFor(const char* what, int error, Deferred* deferred) {
+  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, deferred);
+  BreakOff(std::string(what) + ": " + strerror(error), LinkFault::kBroken, deferred);
 }
 
-void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) {
+void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Deferred* deferred) {
   if (state_ == State::kClosed || state_ == State::kBroken) return;
   if (!outage_.lasts()) {
     Clock::duration patience{};
     const bool in_order = goodbye_.received || goodbye_.wanted;
     if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
     const bool by_peer = fault == LinkFault::kClosed;
-    if (patience <= Clock::duration::zero()) return Close(reason, turn, by_peer);
+    if (patience <= Clock::duration::zero()) return Close(reason, deferred, by_peer);
     // The silence before has already counted.
     auto counted = Clock::duration::zero();
     if (fault == LinkFault::kSilent) {
@@ -293,7 +293,7 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
   }
   if (!connection_) return;
   // The peer may consider the connection established, although this side does not.
-  turn->broken = turn->broken || connection_->attached;
+  deferred->broken = deferred->broken || connection_->attached;
   state_ = State::kBroken;
   StopQueuePair();
 }
@@ -315,39 +315,39 @@ Endpoint::Clock::time_point Endpoint::resume_deadline() {
 }
 
 void Endpoint::GiveUp(const std::string& last_error, bool listener_gone) {
-  Turn turn;
+  Deferred deferred;
   {
     MutexLock lock(&mu_);
     if (!outage_.lasts()) return;
-    Close(outage_.GivenUp(listener_gone, last_error), &turn, outage_.by_peer());
+    Close(outage_.GivenUp(listener_gone, last_error), &deferred, outage_.by_peer());
   }
-  Finish(&turn);
+  Finish(&deferred);
 }
 
 // --------------------------------------------------------- resumed connections
 
-void Endpoint::SendResume(Turn* turn) {
+void Endpoint::SendResume(Deferred* deferred) {
   connection_->told_received = true;
   Resume resume;
   resume.received = inbox_.received();
   FrameHeader header;
   header.type = kResume;
-  SendFrame(header, resume.Encode(), nullptr, turn);
+  SendFrame(header, resume.Encode(), nullptr, deferred);
 }
 
-void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
+void Endpoint::ReadResume(const char* body, uint32_t bytes, Deferred* deferred) {
   Resume resume;
   if (!resume.Decode(body, bytes) || connection_->resumed) {
     throw Error("it sent a frame that does not parse (what it has received)");
   }
   connection_->resumed = true;
-  outbox_.Resume(resume.received, &turn->done);
+  outbox_.Resume(resume.received, &deferred->done);
   if (!outage_.lasts() || state_ != State::kOpen) return;
-  turn->again = outbox_.TakeBegunAgain();
+  deferred->again = outbox_.TakeBegunAgain();
   // This message came over the new connection, so the connection works.
-  outage_.AwaitProof(turn->again);
-  turn->after = outage_.End();
-  turn->resumed = true;
+  outage_.AwaitProof(deferred->again);
+  deferred->after = outage_.End();
+  deferred->resumed = true;
 }
 
 }  // namespace rdma

@@ -53,37 +53,37 @@ bool Endpoint::Poll() {
   }
   ibv_wc completions[kBatch];
   const int count = queue == nullptr ? 0 : ibv_poll_cq(queue, kBatch, completions);
-  Turn turn;
+  Deferred deferred;
   bool any_waits = false;
   {
     MutexLock lock(&mu_);
     polling_thread_ = std::this_thread::get_id();
-    std::swap(turn, later_);
-    if (count < 0) Close("its completion queue cannot be read", &turn);
-    for (int i = 0; i < count; ++i) Complete(completions[i], &turn);
+    std::swap(deferred, later_);
+    if (count < 0) Close("its completion queue cannot be read", &deferred);
+    for (int i = 0; i < count; ++i) Complete(completions[i], &deferred);
     if (count > 0) {
-      Pump(&turn);
-      CloseIfFlushed(&turn);
+      Pump(&deferred);
+      CloseIfFlushed(&deferred);
     }
     LetGoIfDrained();
     any_waits = inbox_.any_waits();
   }
   if (count > 0) cond_.NotifyAll();
   if (any_waits) ClearWaiting();
-  Finish(&turn);
+  Finish(&deferred);
   MutexLock lock(&mu_);
   return count > 0 || !later_.is_empty();
 }
 
-void Endpoint::Complete(const ibv_wc& wc, Turn* turn) {
+void Endpoint::Complete(const ibv_wc& wc, Deferred* deferred) {
   if (wc.wr_id & kReceiveFlag) {
-    CompleteReceive(wc, turn);
+    CompleteReceive(wc, deferred);
   } else {
-    CompleteSend(wc, turn);
+    CompleteSend(wc, deferred);
   }
 }
 
-void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
+void Endpoint::CompleteSend(const ibv_wc& wc, Deferred* deferred) {
   ++counters_->send_completions;
   PostedSends::Retired retired;
   const bool known = connection_->sends.Retire(wc.wr_id, &retired);
@@ -97,33 +97,33 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
     if (failed.key != 0) {
       snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(failed.key));
     }
-    BreakAfter(wc, "sending " + std::string(kWhat[failed.type]) + key + " failed: ", turn);
+    BreakAfter(wc, "sending " + std::string(kWhat[failed.type]) + key + " failed: ", deferred);
   }
   if (state_ == State::kClosed) {
-    if (connection_->sends.empty()) outbox_.TakeSent(&turn->done);
+    if (connection_->sends.empty()) outbox_.TakeSent(&deferred->done);
     return;
   }
   // After a failure only the peer knows whether it has this message and earlier unsignalled ones.
   if (retired.messages == 0 || wc.status != IBV_WC_SUCCESS) return;
   try {
-    outbox_.Arrived(retired.messages, &turn->done);
+    outbox_.Arrived(retired.messages, &deferred->done);
   } catch (const std::exception& e) {
-    Close(e.what(), turn);
+    Close(e.what(), deferred);
   }
 }
 
-void Endpoint::BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) {
-  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, turn);
-  if (wc.status == IBV_WC_WR_FLUSH_ERR) return BreakOff(kStopped, LinkFault::kBroken, turn);
+void Endpoint::BreakAfter(const ibv_wc& wc, const std::string& what, Deferred* deferred) {
+  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, deferred);
+  if (wc.status == IBV_WC_WR_FLUSH_ERR) return BreakOff(kStopped, LinkFault::kBroken, deferred);
   const bool silent = wc.status == IBV_WC_RETRY_EXC_ERR;
-  BreakOff(what + Describe(wc), silent ? LinkFault::kSilent : LinkFault::kBroken, turn);
-  turn->path_failed = true;
+  BreakOff(what + Describe(wc), silent ? LinkFault::kSilent : LinkFault::kBroken, deferred);
+  deferred->path_failed = true;
 }
 
-void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
+void Endpoint::CompleteReceive(const ibv_wc& wc, Deferred* deferred) {
   const auto slot = static_cast<uint32_t>(wc.wr_id & ~kReceiveFlag);
   --connection_->receives_posted;
-  if (wc.status != IBV_WC_SUCCESS) return BreakAfter(wc, "a receive failed: ", turn);
+  if (wc.status != IBV_WC_SUCCESS) return BreakAfter(wc, "a receive failed: ", deferred);
   if (state_ == State::kClosed) return;
   if (state_ == State::kConnecting) {  // this precedes the connection's event
     state_ = State::kOpen;
@@ -131,20 +131,20 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   }
   try {
     if (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
-      ReadImmediate(ntohl(wc.imm_data), turn);
+      ReadImmediate(ntohl(wc.imm_data), deferred);
     } else {
-      ReadFrame(SlotOf(slot), wc.byte_len, turn);
+      ReadFrame(SlotOf(slot), wc.byte_len, deferred);
     }
   } catch (const std::exception& e) {
-    return Close(e.what(), turn);
+    return Close(e.what(), deferred);
   }
   // Messages received before a break count; nothing more comes.
   if (state_ != State::kOpen) return;
-  if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, turn);
+  if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, deferred);
   ++connection_->owed;
 }
 
-void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
+void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Deferred* deferred) {
   connection_->nic->bytes_received += bytes;
   FrameHeader header;
   if (!header.Decode(frame, bytes)) BadFrame("its header");
@@ -158,7 +158,7 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
   switch (header.type) {
     case kMessage:
     case kRts:
-      return ReadContent(header, body, bytes, turn);
+      return ReadContent(header, body, bytes, deferred);
     case kCts:
       return ReadCts(header, body, bytes);
     case kCredit:
@@ -167,14 +167,14 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
       goodbye_.received = true;
       return;
     case kResume:
-      return ReadResume(body, bytes, turn);
+      return ReadResume(body, bytes, deferred);
     default:
       BadFrame("type");
   }
 }
 
 void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t bytes,
-                           Turn* turn) {
+                           Deferred* deferred) {
   if (peer() == Node::kEmpty &&
       (header.meta_bytes > kStrangersMetaBytes || header.values > 0 || header.has_offer)) {
     throw Error("it sent values, or a long message, before it was a member of the job");
@@ -216,7 +216,7 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
     inbox_.Came();
     counters_->values_in_frames += sizes.size();
     counters_->bytes_in_frames += total;
-    return Deliver(std::move(parts), turn);
+    return Deliver(std::move(parts), deferred);
   }
   if (bytes != 0) BadFrame("its length");
   Incoming incoming;
@@ -239,7 +239,7 @@ void Endpoint::ReadCts(const FrameHeader& header, const char* body, uint32_t byt
   if (!outbox_.Answered(header.id, target)) BadFrame("a CTS that was not asked for");
 }
 
-void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
+void Endpoint::ReadImmediate(uint32_t cookie, Deferred* deferred) {
   Incoming incoming;
   if (!inbox_.Take(cookie, &incoming)) BadFrame("a write that was not cleared");
   inbox_.Came();
@@ -261,14 +261,14 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
     }
   }
   incoming.parts.msg.data = Split(values, AlignUp(meta, kRegionAlign), incoming.sizes);
-  Deliver(std::move(incoming.parts), turn);
+  Deliver(std::move(incoming.parts), deferred);
 }
 
-void Endpoint::Deliver(Received parts, Turn* turn) {
+void Endpoint::Deliver(Received parts, Deferred* deferred) {
   ++counters_->messages_received;
   counters_->bytes_received += parts.bytes;
   if (!parts.msg.meta.request) inbox_.EndOffer(ExchangeOf(parts.msg.meta));
-  turn->received.push_back(std::move(parts));
+  deferred->received.push_back(std::move(parts));
 }
 
 // Copies a small value to its destination, so that the receiver finds all values there.
@@ -323,7 +323,7 @@ void Endpoint::ClearSlowly() {
 }
 
 bool Endpoint::ClearFirst(bool may_block) {
-  Turn turn;
+  Deferred deferred;
   while (true) {
     Incoming* first = nullptr;
     char* place = nullptr;
@@ -348,10 +348,10 @@ bool Endpoint::ClearFirst(bool may_block) {
     if (memory.region && first->place == nullptr) continue;  // abandoned in the meantime
     memory.rkey = region->rkey(*connection_->device);  // stays while this message is being cleared
     inbox_.EndClearing(std::move(memory));
-    Pump(&turn);
+    Pump(&deferred);
     break;
   }
-  Finish(&turn);
+  Finish(&deferred);
   return true;
 }
 
@@ -427,12 +427,12 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   };
   const bool is_offered = inbox_.IsOffered(first, bytes);
   if (!is_offered && Await(deadline, done)) return;
-  Turn turn;
+  Deferred deferred;
   BreakOff(is_offered ? "memory was given up that had been offered for an answer"
                       : "a value in flight to memory that was given up did not come in time",
-           LinkFault::kBroken, &turn);
+           LinkFault::kBroken, &deferred);
   lock.Unlock();
-  Finish(&turn);
+  Finish(&deferred);
   lock.Lock();
   if (Await(Clock::now() + kLastCompletions, done)) return;
   BPS_LOG(WARNING) << "an RDMA device keeps receives after their end";

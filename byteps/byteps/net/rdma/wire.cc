@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kPreambleBytes = 8;
 constexpr size_t kRefusalBytes = 148;  // limit of the connection manager
-// Offset of its proof. The reason before it ends with a zero.
+// Offset of the proof in a refusal. The reason before the proof ends with a zero.
 constexpr size_t kRefusalProof = kRefusalBytes - 1 - kAnswerProofBytes;
 static_assert(kMaxReason == kRefusalProof - kPreambleBytes - 1, "all the room that is left");
 constexpr uint8_t kMetaInRegion = 1;

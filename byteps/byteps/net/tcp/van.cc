@@ -100,7 +100,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
     tcp::Challenge challenge;
     challenge.job = job_.get();
     if (MeansScheduler(hello)) challenge.job = hello.job;
-    if (MustWait(hello)) challenge.job = WithIncarnation(challenge.job, kNotTold);
+    if (MustWait(hello)) challenge.job = WithGeneration(challenge.job, kNotTold);
     challenge.sender = token_;
     return challenge;
   };
@@ -339,7 +339,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
 
 std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Challenge& challenge) {
   const bool scheduler = connection->peer() == kScheduler;
-  if (!scheduler && challenge.job == WithIncarnation(job_.get(), kNotTold)) {
+  if (!scheduler && challenge.job == WithGeneration(job_.get(), kNotTold)) {
     return "the scheduler has not told it of this node";
   }
   return job_.Hear(challenge.job, scheduler);

@@ -68,10 +68,10 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   if (newest == nullptr) return replicas;
   for (int i = 0; i < count(); ++i) {
     ReplicaTable::Past& one = replicas[i];
-    one.life = newest->lives[i];
+    one.ready_epoch = newest->ready_epochs[i];
     one.donor = newest->donors[i];
     const auto has = [&](const ReplicaView& view) {
-      return view.IsPresent(i) && view.lives[i] == one.life;
+      return view.IsPresent(i) && view.ready_epochs[i] == one.ready_epoch;
     };
     if (newest->IsPresent(i)) {
       one.state = of_workers == nullptr || has(*of_workers) ? State::kPresent : State::kJoining;
@@ -86,7 +86,7 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
       // ones.
       const bool gathers = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
         return RoleOf(entry.first) == Node::WORKER && Of(Postoffice::IDtoRank(entry.first)) == i &&
-               LifeOf(entry.second, i) < 0;
+               ReadyEpochOf(entry.second, i) < 0;
       });
       one.state = gathers ? State::kGathering : State::kLeaving;
     }
@@ -94,21 +94,21 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   return replicas;
 }
 
-int Accounts::LifeOf(const Account& account, int replica) {
+int Accounts::ReadyEpochOf(const Account& account, int replica) {
   if (!account.is_late) return 0;
   const ReplicaView& view = account.replicas;
   const bool is_told =
       replica < view.count() && (view.IsPresent(replica) || view.waiting[replica] == '1');
-  return is_told ? view.lives[replica] : -1;
+  return is_told ? view.ready_epochs[replica] : -1;
 }
 
 bool Accounts::IsOf(int rank, const ReplicaTable::Past& replica) const {
   const Account* const account = Find(IdOf(Node::WORKER, rank));
   if (account == nullptr || replica.state == State::kLeaving) return false;
-  const int life = LifeOf(*account, Of(rank));
-  if (replica.state == State::kGathering) return life < 0;
+  const int ready_epoch = ReadyEpochOf(*account, Of(rank));
+  if (replica.state == State::kGathering) return ready_epoch < 0;
   // This worker may not know yet that all workers of its replica are ready.
-  return life == replica.life || (life < 0 && replica.life > 0);
+  return ready_epoch == replica.ready_epoch || (ready_epoch < 0 && replica.ready_epoch > 0);
 }
 
 std::vector<int> Accounts::Missing() const {

@@ -38,7 +38,7 @@ class Accounts {
   // the dead scheduler may have announced a change to some nodes only.
   int NewestEpoch() const;
   std::vector<ReplicaTable::Past> Replicas() const;
-  // Whether a returned worker belongs to the current life of its replica.
+  // Whether a returned worker belongs to the present start of its replica.
   bool IsOf(int rank, const ReplicaTable::Past& replica) const;
   // Ids of nodes that belong to the job and have not yet returned to this scheduler.
   std::vector<int> Missing() const;
@@ -48,9 +48,9 @@ class Accounts {
   int Of(int rank) const { return rank / (size_.workers / count()); }
   // The newest view in the accounts of nodes of this role; null if no account has a view.
   const ReplicaView* Newest(Node::Role role) const;
-  // Life of the replica as this worker knows it: 0 if the replica was in the job from the
-  // beginning; -1 if this worker still waits for other workers of the replica.
-  static int LifeOf(const Account& account, int replica);
+  // Epoch in which the replica became ready, as this worker knows it: 0 if it was present from
+  // the beginning; -1 if this worker still waits for other workers of the replica.
+  static int ReadyEpochOf(const Account& account, int replica);
 
   JobSize size_;
   std::map<int, Account> accounts_;  // by node id

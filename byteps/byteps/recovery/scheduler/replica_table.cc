@@ -18,11 +18,11 @@ void ReplicaTable::Restore(const std::vector<Past>& replicas, int workers, int e
   for (int i = 0; i < count(); ++i) {
     Replica* const one = &replicas_[i];
     one->state = replicas[i].state;
-    one->life = replicas[i].life;
+    one->ready_epoch = replicas[i].ready_epoch;
     one->donor = replicas[i].donor;
     const bool changes = one->state == State::kLeaving || one->state == State::kJoining;
-    // A node that reports an earlier life did not know of this one.
-    one->epoch = changes ? epoch : one->life;
+    // A node that reports an earlier ready epoch did not know of this one.
+    one->epoch = changes ? epoch : one->ready_epoch;
     one->since = now;
     one->ready.assign(ranks(), false);
   }
@@ -52,13 +52,13 @@ bool ReplicaTable::Ready(int rank) {
   one->ready[rank % ranks()] = true;
   if (std::find(one->ready.begin(), one->ready.end(), false) != one->ready.end()) return false;
   one->state = State::kWaiting;
-  one->life = ++epoch_;
+  one->ready_epoch = ++epoch_;
   return true;
 }
 
-bool ReplicaTable::Admit(int replica, int life) {
+bool ReplicaTable::Admit(int replica, int ready_epoch) {
   if (replica < 0 || replica >= count() || state(replica) != State::kWaiting) return false;
-  if (replicas_[replica].life != life) return false;
+  if (replicas_[replica].ready_epoch != ready_epoch) return false;
   replicas_[replica].state = State::kJoining;
   replicas_[replica].epoch = ++epoch_;
   return true;
@@ -96,7 +96,7 @@ ReplicaView ReplicaTable::View(bool to_servers) const {
     view.present += present ? '1' : '0';
     const bool waiting = one.state == State::kWaiting || one.state == State::kJoining;
     view.waiting += waiting && !present ? '1' : '0';
-    view.lives.push_back(one.life);
+    view.ready_epochs.push_back(one.ready_epoch);
     view.donors.push_back(present && one.state == State::kPresent ? one.donor : -1);
   }
   return view;

@@ -31,7 +31,7 @@ class ReplicaTable {
   // State of a replica, restored from accounts.
   struct Past {
     State state = State::kPresent;
-    int life = 0;
+    int ready_epoch = 0;
     int donor = -1;
   };
   // Restores a job. The caller announces `epoch` to all nodes: some may have missed earlier
@@ -58,10 +58,10 @@ class ReplicaTable {
   bool Ready(int rank);
   // Admits a waiting replica; all workers that take part are between two steps. The
   // replica joins when all servers know of it. Returns false if the replica does not
-  // wait, or is in another life.
-  bool Admit(int replica, int life);
-  // Whether a node that knows all changes up to `epoch` knows the current life of the replica of
-  // worker `rank`. If not, the node's messages about this rank are about an earlier life.
+  // wait, or became ready in another epoch.
+  bool Admit(int replica, int ready_epoch);
+  // Whether a node that knows all changes up to `epoch` knows when the replica of worker `rank`
+  // became ready. If not, the node's messages are about an earlier start of the replica.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
   // Forgets the acknowledgements of a server that was replaced.
   void Forget(int server) { acknowledged_.erase(server); }
@@ -75,8 +75,8 @@ class ReplicaTable {
  private:
   struct Replica {
     State state = State::kPresent;
-    int epoch = 0;  // change that servers have to acknowledge
-    int life = 0;   // see ReplicaView
+    int epoch = 0;        // change that servers have to acknowledge
+    int ready_epoch = 0;  // see ReplicaView
     int donor = -1;
     AwakeClock::time_point since;
     std::vector<bool> ready;  // by rank within the replica

@@ -223,7 +223,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
     } else if (const auto* admit = std::get_if<membership::Admit>(&word)) {
       // Workers of a joining replica cannot admit others.
       if (table_->IsComing(ReplicaOf(sender))) return;
-      changed = table_->Admit(admit->replica, admit->life);
+      changed = table_->Admit(admit->replica, admit->ready_epoch);
       if (changed) PS_PROBE(kReplicaAdmitted);
     }
   }

@@ -98,7 +98,7 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
   }
   if (refusal) return scheduler_->Refuse(node, refusal);
   job_->links->Connect(node);
-  int incarnation = 0, life = 0;
+  int generation = 0, scheduler_number = 0;
   {
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;
@@ -106,9 +106,9 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
     member->left = false;  // the node will send its LEAVE again
     member->heard = Clock::now();
     member->link_mbps = claim.link_mbps;
-    incarnation = job_->incarnation;
+    generation = job_->generation;
     if (gathers_) {
-      job_->life = std::max(job_->life, account.life + 1);
+      job_->scheduler_number = std::max(job_->scheduler_number, account.scheduler_number + 1);
       const int told = account.replicas.count();  // servers claim no replicas
       size_.replicas = std::max({size_.replicas, claim.replicas, told});
       accounts_.Expect(size_);
@@ -119,10 +119,10 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
         replicas = membership::Pack(membership::MemberWord(table_->View(server)));
       words = places_->Words();
     }
-    life = job_->life;
+    scheduler_number = job_->scheduler_number;
   }
   Send(job_->links, Control::WELCOME, node.id,
-       membership::Pack(membership::Welcome{incarnation, life}), {node});
+       membership::Pack(membership::Welcome{generation, scheduler_number}), {node});
   if (!replicas.empty()) Send(job_->links, Control::MEMBERS, node.id, replicas);
   for (const auto& [server, word, nodes] : words) {
     if (server != node.id)
@@ -156,7 +156,7 @@ Refusal SchedulerReturn::WhyRefused(const Node& node, const Claim& claim,
     return {"another process has its place in the job"};
   }
   if (!has_begun) return {};
-  if (account.life > job_->life) {
+  if (account.scheduler_number > job_->scheduler_number) {
     return {"another scheduler, which began later, has the job"};
   }
   if (member == nullptr) return {"the job goes on without it"};

@@ -17,7 +17,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Flags of MEET: the receiver must answer; it must give a new pass; the sender has state, so the
+// Flags of MEET: the receiver must answer; it must give a new token; the sender has state, so the
 // receiver's copy of it is of no use.
 constexpr uint8_t kAnswer = 1;
 constexpr uint8_t kAnew = 2;
@@ -25,7 +25,7 @@ constexpr uint8_t kHasState = 4;
 // Partitions of a state that may be in flight to a restoring server.
 constexpr size_t kSentAtOnce = 8;
 
-uint64_t NewLife() {
+uint64_t NewInstance() {
   const uint64_t seed[] = {static_cast<uint64_t>(SteadyNs()), static_cast<uint64_t>(getpid())};
   return HashBytes(seed, sizeof(seed), 1) | 1;
 }
@@ -39,8 +39,8 @@ BackupLink::BackupLink(bool is_on, int num_servers, size_t num_threads, Channel*
       num_threads_(num_threads),
       channel_(channel),
       user_(user),
-      life_(NewLife()),
-      last_pass_(life_ >> 34) {}  // a value that no predecessor had
+      instance_(NewInstance()),
+      last_token_(instance_ >> 34) {}  // a value that no predecessor had
 
 // ------------------------------------------------------------------ meeting
 
@@ -56,7 +56,7 @@ void BackupLink::OnServerLost(int rank) {
   if (!is_on_ || rank != backup()) return;
   {
     ps::MutexLock lock(&mu_);
-    pass_ = 0;
+    token_ = 0;
     user_->OnBackup(0);
     fetches_ = false;
     if (awaits_) {
@@ -75,7 +75,7 @@ void BackupLink::OnServerReplaced(int rank) {
   bool is_alone = false;
   {
     ps::MutexLock lock(&mu_);
-    is_alone = rank == backup() && pass_ == 0;
+    is_alone = rank == backup() && token_ == 0;
   }
   // If the peer connects, it may have sent its MEET already, before its predecessor's loss was
   // known here.
@@ -85,11 +85,11 @@ void BackupLink::OnServerReplaced(int rank) {
 
 void BackupLink::Meet(int peer, uint8_t flags) {
   WireWriter out;
-  out.Put(life_);
+  out.Put(instance_);
   {
     ps::MutexLock lock(&mu_);
-    out.Put(peer == primary() ? last_pass_ : 0);
-    out.Put(peer == primary() ? life_with_pass_ : 0);
+    out.Put(peer == primary() ? last_token_ : 0);
+    out.Put(peer == primary() ? instance_with_token_ : 0);
   }
   out.Put<uint8_t>(flags | (peer == backup() && has_state_ ? kHasState : 0));
   Send(kMeet, peer, 0, 0, out.Take(), {});
@@ -97,16 +97,16 @@ void BackupLink::Meet(int peer, uint8_t flags) {
 
 void BackupLink::OnMeet(const Message& message) {
   WireReader in(message.body);
-  const auto life = in.Get<uint64_t>();
-  auto pass = in.Get<uint64_t>();
-  if (in.Get<uint64_t>() != life_) pass = 0;  // the pass was given to a predecessor
+  const auto instance = in.Get<uint64_t>();
+  auto token = in.Get<uint64_t>();
+  if (in.Get<uint64_t>() != instance_) token = 0;  // the token was given to a predecessor
   const auto flags = in.Get<uint8_t>();
   if (!in.ok() || !in.at_end()) return;
   if (message.peer == primary()) {
     ps::MutexLock lock(&mu_);
-    if (life != life_with_pass_ || (flags & kAnew) != 0) {
-      ++last_pass_;
-      life_with_pass_ = life;
+    if (instance != instance_with_token_ || (flags & kAnew) != 0) {
+      ++last_token_;
+      instance_with_token_ = instance;
       sending_.reset();
       if ((flags & kHasState) != 0) {
         copies_.Clear();
@@ -114,34 +114,35 @@ void BackupLink::OnMeet(const Message& message) {
       }
     }
   }
-  // Without a pass, the peer does not know this life yet: send MEET, and it answers.
-  const bool needs_pass = message.peer == backup() && pass == 0;
-  if ((flags & kAnswer) != 0) Meet(message.peer, needs_pass ? kAnswer : 0);
-  if (message.peer == backup() && pass != 0) OnPass(life, pass);
+  // Without a token, the peer does not know this instance yet: send MEET, and it answers.
+  const bool needs_token = message.peer == backup() && token == 0;
+  if ((flags & kAnswer) != 0) Meet(message.peer, needs_token ? kAnswer : 0);
+  if (message.peer == backup() && token != 0) OnToken(instance, token);
 }
 
-void BackupLink::OnPass(uint64_t life, uint64_t pass) {
+void BackupLink::OnToken(uint64_t instance, uint64_t token) {
   {
     ps::MutexLock lock(&mu_);
     // Messages may overtake each other, also those of a predecessor.
-    if (over_.count(life) > 0 || (life == backup_life_ && pass <= newest_pass_)) return;
-    if (life != backup_life_) over_.insert(std::exchange(backup_life_, life));
-    newest_pass_ = pass;
-    if (pass_ != 0) user_->OnBackup(0);  // drops messages that nobody will answer
-    pass_ = pass;
+    if (over_.count(instance) > 0 || (instance == backup_instance_ && token <= newest_token_))
+      return;
+    if (instance != backup_instance_) over_.insert(std::exchange(backup_instance_, instance));
+    newest_token_ = token;
+    if (token_ != 0) user_->OnBackup(0);  // drops messages that nobody will answer
+    token_ = token;
     threads_told_ = 0;
     fetches_ = !has_state_;
   }
-  if (has_state_) return BeginTelling(pass);
-  Send(kFetch, backup(), 0, pass, "", {});
+  if (has_state_) return BeginTelling(token);
+  Send(kFetch, backup(), 0, token, "", {});
 }
 
-void BackupLink::BeginTelling(uint64_t pass) {
+void BackupLink::BeginTelling(uint64_t token) {
   CopyRecord record;
-  record.pass = pass;
+  record.token = token;
   record.what = CopyRecord::kBegin;
   ps::MutexLock lock(&mu_);
-  begun_ = NewNumber(pass);
+  begun_ = NewNumber(token);
   const uint64_t number = begun_;
   lock.Unlock();
   // Further messages wait for the answer, since messages may overtake each other.
@@ -154,20 +155,20 @@ uint64_t BackupLink::Tell(uint64_t key, const CopyRecord& record, SharedBytes va
   uint64_t number = 0;
   {
     ps::MutexLock lock(&mu_);
-    number = NewNumber(record.pass);
+    number = NewNumber(record.token);
   }
   Send(kCopy, backup(), key, number, record.Pack(), std::move(values));
   return number;
 }
 
-void BackupLink::OnToldAll(uint64_t pass) {
+void BackupLink::OnToldAll(uint64_t token) {
   {
     ps::MutexLock lock(&mu_);
-    if (pass != pass_ || ++threads_told_ != num_threads_) return;
+    if (token != token_ || ++threads_told_ != num_threads_) return;
   }
   PS_PROBE(kBackupWhole);
   CopyRecord record;
-  record.pass = pass;
+  record.token = token;
   record.what = CopyRecord::kComplete;
   Tell(0, record, {});
   BPS_LOG(INFO) << channel_->NameOfServer(backup()) << " has a copy of this server's state";
@@ -175,7 +176,7 @@ void BackupLink::OnToldAll(uint64_t pass) {
 
 bool BackupLink::IsCopied() {
   ps::MutexLock lock(&mu_);
-  return pass_ != 0 && threads_told_ >= num_threads_;
+  return token_ != 0 && threads_told_ >= num_threads_;
 }
 
 std::string BackupLink::fetch_error() {
@@ -183,25 +184,25 @@ std::string BackupLink::fetch_error() {
   return fetch_error_;
 }
 
-uint64_t BackupLink::fetched_pass() {
+uint64_t BackupLink::fetched_token() {
   ps::MutexLock lock(&mu_);
-  return fetched_pass_;
+  return fetched_token_;
 }
 
 void BackupLink::OnFetchAnswer(const Message& message) {
-  uint64_t pass = 0;
+  uint64_t token = 0;
   bool is_empty = false;
   {
     ps::MutexLock lock(&mu_);
-    if (message.number != pass_ || !std::exchange(fetches_, false)) return;
+    if (message.number != token_ || !std::exchange(fetches_, false)) return;
     is_empty = fetched_.Keys().empty();
     if (message.failed) {
       fetch_error_ = message.body;
     } else {
-      pass = fetched_pass_ = pass_;
+      token = fetched_token_ = token_;
     }
     if (!is_empty) has_state_ = true;
-    user_->OnBackup(pass);
+    user_->OnBackup(token);
   }
   awaits_ = false;
   user_->OnFetched();
@@ -213,14 +214,14 @@ void BackupLink::OnFetch(const Message& message) {
   std::string error;
   {
     ps::MutexLock lock(&mu_);
-    if (message.number != last_pass_) return;  // a newer pass was given meanwhile
+    if (message.number != last_token_) return;  // a newer token was given meanwhile
     if (!is_whole_) {
       error = "server " + std::to_string(message.peer) +
               " was lost before its whole state had been copied to " +
               channel_->NameOfServer(channel_->rank()) + ": load the last checkpoint";
     } else {
       PS_PROBE(kStateFetched);
-      sending_ = Sending{message, last_pass_, {}, 0};
+      sending_ = Sending{message, last_token_, {}, 0};
       for (const uint64_t key : copies_.Keys()) sending_->keys.push_back(key);
     }
   }
@@ -229,12 +230,12 @@ void BackupLink::OnFetch(const Message& message) {
 
 void BackupLink::SendFetched() {
   std::deque<uint64_t> keys;
-  uint64_t pass = 0;
+  uint64_t token = 0;
   std::optional<Message> done;
   {
     ps::MutexLock lock(&mu_);
     if (!sending_) return;
-    pass = sending_->pass;
+    token = sending_->token;
     while (sending_->open < kSentAtOnce && !sending_->keys.empty()) {
       keys.push_back(sending_->keys.front());
       sending_->keys.pop_front();
@@ -246,16 +247,16 @@ void BackupLink::SendFetched() {
     }
   }
   for (const uint64_t key : keys) {
-    user_->InThreadOf(key, [this, key, pass] { SendFetched(key, pass); });
+    user_->InThreadOf(key, [this, key, token] { SendFetched(key, token); });
   }
   if (done) Answer(*done, "");
 }
 
-void BackupLink::SendFetched(uint64_t key, uint64_t pass) {
+void BackupLink::SendFetched(uint64_t key, uint64_t token) {
   {
     ps::MutexLock lock(&mu_);
-    if (pass != last_pass_) return;  // the primary is lost again
-    const bool is_sending = sending_ && sending_->pass == pass;
+    if (token != last_token_) return;  // the primary is lost again
+    const bool is_sending = sending_ && sending_->token == token;
     // The tensor was freed meanwhile; or else all copies were cleared, and RecordOf throws.
     if (is_sending && is_whole_ && !copies_.Has(key)) {
       --sending_->open;
@@ -266,12 +267,12 @@ void BackupLink::SendFetched(uint64_t key, uint64_t pass) {
   try {
     SharedBytes values;
     const CopyRecord record = copies_.RecordOf(key, &values);
-    Send(kFetched, primary(), key, pass, record.Pack(), std::move(values));
+    Send(kFetched, primary(), key, token, record.Pack(), std::move(values));
   } catch (const std::exception& e) {
     Message request;
     {
       ps::MutexLock lock(&mu_);
-      if (!sending_ || sending_->pass != pass) return;
+      if (!sending_ || sending_->token != token) return;
       request = sending_->request;
       sending_.reset();
     }
@@ -312,34 +313,35 @@ void BackupLink::OnRecord(Message* message) {
   }
   const bool is_copy = message->op == kCopy;
   Copies* const copies = is_copy ? &copies_ : &fetched_;
-  uint64_t generation = 0;
+  uint64_t resets = 0;
   {
     ps::MutexLock lock(&mu_);
-    const bool counts = is_copy ? message->peer == primary() && record.pass == last_pass_
-                                : message->peer == backup() && fetches_ && message->number == pass_;
+    const bool counts = is_copy
+                            ? message->peer == primary() && record.token == last_token_
+                            : message->peer == backup() && fetches_ && message->number == token_;
     if (!counts) return PS_PROBE(kLateRecord);
     if (is_copy && record.what == CopyRecord::kBegin) {
       copies_.Clear();
       is_whole_ = lacks_record_ = false;
     }
     if (is_copy && record.what == CopyRecord::kComplete) is_whole_ = !lacks_record_;
-    generation = copies->generation();
+    resets = copies->resets();
   }
   if (record.what == CopyRecord::kBegin || record.what == CopyRecord::kComplete) {
     return Answer(*message, "");
   }
-  user_->InThreadOf(message->key, [this, record, copies, generation, message = *message] {
-    Apply(message, record, copies, generation);
+  user_->InThreadOf(message->key, [this, record, copies, resets, message = *message] {
+    Apply(message, record, copies, resets);
   });
 }
 
 void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies* copies,
-                       uint64_t generation) {
+                       uint64_t resets) {
   std::string error;
   try {
     // The values were dropped.
     if (message.values.empty() && message.sent_bytes > 0) throw std::bad_alloc();
-    error = copies->Apply(message.key, record, message.values, generation);
+    error = copies->Apply(message.key, record, message.values, resets);
   } catch (const std::bad_alloc&) {
     error = channel_->NameOfServer(channel_->rank()) + " has no memory for it";
   }
@@ -347,7 +349,7 @@ void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies*
   if (!error.empty()) {
     ps::MutexLock lock(&mu_);
     if (message.op == kCopy) {
-      if (record.pass == last_pass_) {
+      if (record.token == last_token_) {
         is_whole_ = false;
         lacks_record_ = true;
       }
@@ -369,7 +371,7 @@ void BackupLink::OnAnswer(const Message& message) {
     case kFetched: {
       {
         ps::MutexLock lock(&mu_);
-        if (!sending_ || sending_->pass != message.number) return;
+        if (!sending_ || sending_->token != message.number) return;
         --sending_->open;
       }
       return SendFetched();
@@ -380,13 +382,13 @@ void BackupLink::OnAnswer(const Message& message) {
   if (message.peer != backup()) return;
   {
     ps::MutexLock lock(&mu_);
-    if (message.number == begun_ && !message.failed && pass_ != 0) return user_->OnBackup(pass_);
+    if (message.number == begun_ && !message.failed && token_ != 0) return user_->OnBackup(token_);
   }
   if (message.failed) {
     {
       ps::MutexLock lock(&mu_);
-      if (pass_ != message.number >> 32) return;
-      pass_ = 0;
+      if (token_ != message.number >> 32) return;
+      token_ = 0;
       user_->OnBackup(0);
     }
     BPS_LOG(WARNING) << channel_->NameOfServer(message.peer)

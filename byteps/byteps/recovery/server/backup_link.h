@@ -25,23 +25,24 @@ namespace core {
 // another one (docs/design/losses.md).
 //
 //   primary                                backup
-//     MEET  <---------------------------->  MEET (pass)   the server that connected sends first
+//     MEET  <---------------------------->  MEET (token)  the server that connected sends first
 //     FETCH  ---------------------------->                a server without state
 //           <----------------------------  FETCHED ...    the state of its predecessor
 //     COPY (kBegin), everything, (kComplete) ->           a server with state; each message after
 //                                                         the answer to the last
 //     COPY (a round, a step, a load) ----->               later, before a member is answered
 //
-// MEET has a u64, the life of the sender; two u64, the pass of the receiver and the life to which
-// it was given, if the sender is its backup; and a u8 of flags. FETCHED and COPY have a CopyRecord.
-// All but MEET are answered like requests of workers.
+// An instance is a random number of a server's process. MEET has a u64, the sender's instance; two
+// u64, the receiver's token and the instance to which it was given, if the sender is its backup;
+// and a u8 of flags. FETCHED and COPY have a CopyRecord. All but MEET are answered like requests of
+// workers.
 //
 // A server is the primary of one neighbor and the backup of the other neighbor. With two servers,
 // both neighbors are the same server.
 //
-// Late messages: a lost server may still send, and may get answers. So a backup gives each life of
-// its primary a pass, and accepts only records with the newest pass; and no two servers use the
-// same request numbers.
+// Late messages: a lost server may still send, and may get answers. So a backup gives each instance
+// of its primary a fencing token, and accepts only records with the newest token; and no two
+// servers use the same request numbers.
 
 // Callbacks of the link. Called by any thread, with no lock held except for OnBackup.
 class BackupUser {
@@ -51,9 +52,9 @@ class BackupUser {
   virtual void InThreadOf(uint64_t key, std::function<void()> task) = 0;
   // Called when the backup has applied request `number` about this key, or no longer has a copy.
   virtual void OnCopied(uint64_t key, uint64_t number) = 0;
-  // Called when records must go to a new backup, which has nothing yet. `pass`: its pass; 0: no
+  // Called when records must go to a new backup, which has nothing yet. `token`: its token; 0: no
   // backup. Called with the link's lock held, so that calls are in order: must not call the link.
-  virtual void OnBackup(uint64_t pass) = 0;
+  virtual void OnBackup(uint64_t token) = 0;
   // Called when the predecessor's state has arrived, or will not arrive.
   virtual void OnFetched() = 0;
 };
@@ -83,17 +84,17 @@ class BackupLink {
   void HasState() { has_state_ = true; }
   // Sends a record to the backup. Returns the number of the request.
   uint64_t Tell(uint64_t key, const CopyRecord& record, SharedBytes values);
-  // Records that a thread has sent all its state with this pass.
-  void OnToldAll(uint64_t pass);
+  // Records that a thread has sent all its state with this token.
+  void OnToldAll(uint64_t token);
   // Whether the backup has the whole state.
   bool IsCopied();
   // Whether a predecessor's state may still arrive.
   bool Fetches() const { return is_on_ && awaits_; }
   // Reason why the predecessor's state will not arrive, or "".
   std::string fetch_error();
-  // Return the copies of the predecessor's state, and their pass.
+  // Return the copies of the predecessor's state, and their token.
   Copies* fetched() { return &fetched_; }
-  uint64_t fetched_pass();
+  uint64_t fetched_token();
 
  private:
   // Ranks of the server that holds the copy of this server, and of the server whose copy it holds.
@@ -102,16 +103,16 @@ class BackupLink {
 
   void Meet(int peer, uint8_t flags);
   void OnMeet(const Message& message);
-  void OnPass(uint64_t life, uint64_t pass);
-  void BeginTelling(uint64_t pass);
+  void OnToken(uint64_t instance, uint64_t token);
+  void BeginTelling(uint64_t token);
   void OnFetch(const Message& message);
   void SendFetched();
-  void SendFetched(uint64_t key, uint64_t pass);
+  void SendFetched(uint64_t key, uint64_t token);
   void OnRecord(Message* message);
-  void Apply(const Message& message, const CopyRecord& record, Copies* copies, uint64_t generation);
+  void Apply(const Message& message, const CopyRecord& record, Copies* copies, uint64_t resets);
   void OnAnswer(const Message& message);
-  uint64_t NewNumber(uint64_t pass) PS_REQUIRES(mu_) {
-    return pass << 32 | (++last_number_ & UINT32_MAX);
+  uint64_t NewNumber(uint64_t token) PS_REQUIRES(mu_) {
+    return token << 32 | (++last_number_ & UINT32_MAX);
   }
   void OnFetchAnswer(const Message& message);
   void Send(int op, int peer, uint64_t key, uint64_t number, std::string body, SharedBytes values);
@@ -122,7 +123,7 @@ class BackupLink {
   const size_t num_threads_;
   Channel* const channel_;
   BackupUser* const user_;
-  const uint64_t life_;
+  const uint64_t instance_;
   Copies copies_;   // copies of the primary's state
   Copies fetched_;  // predecessor's state of this server
   std::atomic<bool> has_state_{false};
@@ -131,25 +132,25 @@ class BackupLink {
   ps::Mutex mu_;
   uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;
   // State as primary.
-  uint64_t pass_ PS_GUARDED_BY(mu_) = 0;  // 0: the backup is lost, or was not met yet
-  uint64_t backup_life_ PS_GUARDED_BY(mu_) = 0;
-  uint64_t newest_pass_ PS_GUARDED_BY(mu_) = 0;  // newest pass that backup_life_ has given
-  std::set<uint64_t> over_ PS_GUARDED_BY(mu_);   // earlier lives of the backup
+  uint64_t token_ PS_GUARDED_BY(mu_) = 0;  // 0: the backup is lost, or was not met yet
+  uint64_t backup_instance_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t newest_token_ PS_GUARDED_BY(mu_) = 0;  // newest token that backup_instance_ has given
+  std::set<uint64_t> over_ PS_GUARDED_BY(mu_);    // earlier instances of the backup
   bool fetches_ PS_GUARDED_BY(mu_) = false;
-  uint64_t fetched_pass_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t fetched_token_ PS_GUARDED_BY(mu_) = 0;
   std::string fetch_error_ PS_GUARDED_BY(mu_);
   uint64_t begun_ PS_GUARDED_BY(mu_) = 0;  // number of the kBegin request
   size_t threads_told_ PS_GUARDED_BY(mu_) = 0;
   // State as backup.
-  uint64_t last_pass_ PS_GUARDED_BY(mu_) = 0;
-  uint64_t life_with_pass_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t last_token_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t instance_with_token_ PS_GUARDED_BY(mu_) = 0;
   bool is_whole_ PS_GUARDED_BY(mu_) = true;
   // A record could not be applied: the copy stays incomplete until the primary sends everything
   // again.
   bool lacks_record_ PS_GUARDED_BY(mu_) = false;
   struct Sending {
     Message request;  // the FETCH request
-    uint64_t pass = 0;
+    uint64_t token = 0;
     std::deque<uint64_t> keys;
     size_t open = 0;
   };

@@ -21,7 +21,7 @@ namespace core {
 
 bool CopiedRounds::HasCopy(const Partition& partition) const {
   const auto* const notes = static_cast<const PartitionNotes*>(partition.notes.get());
-  return pass_ != 0 && notes != nullptr && notes->pass == pass_;
+  return token_ != 0 && notes != nullptr && notes->token == token_;
 }
 
 LastRound CopiedRounds::LastOf(Partition* partition) {
@@ -48,7 +48,7 @@ RoundUpdate* CopiedRounds::LastUpdate(Partition* partition) {
 void CopiedRounds::Tell(Partition* partition, Copying&& what, CopyRecord record,
                         SharedBytes values) {
   PartitionNotes* const notes = NotesOf(partition);
-  record.pass = pass_;
+  record.token = token_;
   // Decisions and whole states include the outcome themselves.
   RoundUpdate* const last = record.settled.empty() ? LastUpdate(partition) : nullptr;
   if (last != nullptr && !record.is_all) record.settled = last->Settled();
@@ -64,12 +64,12 @@ void CopiedRounds::TellAll(Partition* partition, Copying&& what) {
   CopyRecord record =
       RecordOfAll(partition->declaration(), *partition->state, LastOf(partition), &values);
   Tell(partition, std::move(what), std::move(record), std::move(values));
-  NotesOf(partition)->pass = pass_;
+  NotesOf(partition)->token = token_;
 }
 
 void CopiedRounds::TellFreed(const Partition& partition) {
   CopyRecord record;
-  record.pass = pass_;
+  record.token = token_;
   record.what = CopyRecord::kFreed;
   backup_->Tell(partition.key, record, {});
 }
@@ -111,7 +111,7 @@ bool CopiedRounds::HoldsStep(Partition* partition, const Message& message, const
 bool CopiedRounds::HoldsLoad(Partition* partition, const Message& message, int64_t received) {
   if (backup_ == nullptr) return false;
   Adopt(partition);
-  if (pass_ == 0) {
+  if (token_ == 0) {
     backup_->HasState();
     return false;
   }
@@ -157,8 +157,8 @@ void CopiedRounds::OnFreed(Partition* partition) {
   std::erase(states_, partition);
 }
 
-void CopiedRounds::SetBackup(uint64_t pass) {
-  pass_ = pass;
+void CopiedRounds::SetBackup(uint64_t token) {
+  token_ = token;
   std::vector<Partition*> waiting;
   for (Partition* partition : states_) {
     if (partition->is_held && !HasCopy(*partition)) waiting.push_back(partition);
@@ -168,14 +168,14 @@ void CopiedRounds::SetBackup(uint64_t pass) {
 }
 
 void CopiedRounds::CopyNext() {
-  if (pass_ == 0) return;
+  if (token_ == 0) return;
   for (Partition* partition : states_) {
     if (HasCopy(*partition) || partition->is_held || partition->is_freed) continue;
     Copying what;
     what.kind = Copying::kAll;
     return TellAll(partition, std::move(what));
   }
-  backup_->OnToldAll(pass_);
+  backup_->OnToldAll(token_);
 }
 
 // ------------------------------------------------------------------ acknowledgements

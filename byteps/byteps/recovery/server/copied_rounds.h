@@ -48,8 +48,8 @@ class CopiedRounds {
   void OnOver(Partition* partition, Round* round);
   void OnFreed(Partition* partition);
 
-  // Starts copying to a backup that has nothing yet, with this pass; 0: there is none.
-  void SetBackup(uint64_t pass);
+  // Starts copying to a backup that has nothing yet, with this token; 0: there is none.
+  void SetBackup(uint64_t token);
   // Handles the backup's acknowledgement of request `number`.
   void OnCopied(Partition* partition, uint64_t number);
   // Takes in a partition that has got a state, possibly that of a lost server.
@@ -81,7 +81,7 @@ class CopiedRounds {
   RoundRecovery* const recovery_;
   const AbsentMembers* const absent_;
   BackupLink* const backup_;
-  uint64_t pass_ = 0;               // pass of the backup; 0: there is none
+  uint64_t token_ = 0;              // token of the backup; 0: there is none
   std::vector<Partition*> states_;  // partitions with a state
 };
 

@@ -68,9 +68,9 @@ CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& sta
   return record;
 }
 
-uint64_t Copies::generation() {
+uint64_t Copies::resets() {
   ps::MutexLock lock(&mu_);
-  return generation_;
+  return resets_;
 }
 
 std::shared_ptr<StateCopy> Copies::Find(uint64_t key) {
@@ -80,7 +80,7 @@ std::shared_ptr<StateCopy> Copies::Find(uint64_t key) {
 }
 
 std::shared_ptr<StateCopy> Copies::FindOrMake(uint64_t key, const CopyRecord& record,
-                                              uint64_t generation, std::string* error) {
+                                              uint64_t resets, std::string* error) {
   std::vector<Declaration> declarations;
   if (!UnpackDeclarations(record.declaration, &declarations, error)) return nullptr;
   const bool fits = declarations.size() == 1 && declarations[0].rule != nullptr &&
@@ -97,19 +97,19 @@ std::shared_ptr<StateCopy> Copies::FindOrMake(uint64_t key, const CopyRecord& re
   copy->index = IndexOf(key);
   copy->state = std::make_unique<PartitionState>(copy->declaration.get(), copy->index);
   ps::MutexLock lock(&mu_);
-  if (generation == generation_) copies_[key] = copy;
+  if (resets == resets_) copies_[key] = copy;
   return copy;
 }
 
 std::string Copies::Apply(uint64_t key, const CopyRecord& record, SharedBytes values,
-                          uint64_t generation) {
+                          uint64_t resets) {
   std::string error;
   if (record.what == CopyRecord::kFreed) {
     Take(key);
     return "";
   }
   const auto copy =
-      record.what == CopyRecord::kState ? FindOrMake(key, record, generation, &error) : Find(key);
+      record.what == CopyRecord::kState ? FindOrMake(key, record, resets, &error) : Find(key);
   if (copy == nullptr) return error.empty() ? "a record came of what there is no copy of" : error;
   error = Settle(copy.get(), record);
   if (!error.empty()) return error;
@@ -217,7 +217,7 @@ std::shared_ptr<StateCopy> Copies::Take(uint64_t key) {
 void Copies::Clear() {
   std::map<uint64_t, std::shared_ptr<StateCopy>> gone;  // destroyed after the lock is released
   ps::MutexLock lock(&mu_);
-  ++generation_;
+  ++resets_;
   gone.swap(copies_);
 }
 

@@ -56,11 +56,10 @@ CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& sta
 class Copies {
  public:
   // Number that grows with each Clear.
-  uint64_t generation();
-  // Applies a record to the copy of this key. Returns an error or "". A record of an earlier
-  // generation has no effect. Throws OutOfMemory.
-  std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values,
-                    uint64_t generation);
+  uint64_t resets();
+  // Applies a record to the copy of this key. Returns an error or "". Does nothing if a Clear came
+  // since `resets` was read. Throws OutOfMemory.
+  std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values, uint64_t resets);
   std::vector<uint64_t> Keys();
   // RecordOf throws std::runtime_error if there is no copy of the key.
   bool Has(uint64_t key) { return Find(key) != nullptr; }
@@ -75,12 +74,12 @@ class Copies {
   std::string Add(StateCopy* copy, const CopyRecord& record, SharedBytes values);
   std::shared_ptr<StateCopy> Find(uint64_t key);
   // The copy for a kState record, made if there is none.
-  std::shared_ptr<StateCopy> FindOrMake(uint64_t key, const CopyRecord& record, uint64_t generation,
+  std::shared_ptr<StateCopy> FindOrMake(uint64_t key, const CopyRecord& record, uint64_t resets,
                                         std::string* error);
 
   ServerCounters uncounted_;  // not exported: only originals are counted
   ps::Mutex mu_;
-  uint64_t generation_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t resets_ PS_GUARDED_BY(mu_) = 0;
   std::map<uint64_t, std::shared_ptr<StateCopy>> copies_ PS_GUARDED_BY(mu_);  // by key
 };
 

@@ -9,7 +9,7 @@ namespace core {
 
 std::string CopyRecord::Pack() const {
   WireWriter out;
-  out.Put(pass);
+  out.Put(token);
   out.Put(static_cast<uint8_t>(what));
   out.PutText(settled);
   out.Put(round);
@@ -29,7 +29,7 @@ std::string CopyRecord::Pack() const {
 
 bool CopyRecord::Unpack(const std::string& text, CopyRecord* record) {
   WireReader in(text);
-  record->pass = in.Get<uint64_t>();
+  record->token = in.Get<uint64_t>();
   const auto what = in.Get<uint8_t>();
   if (what > kFreed) return false;
   record->what = static_cast<What>(what);

@@ -22,7 +22,7 @@ struct CopyRecord {
     kFreed,     // all members have released the tensor
   };
 
-  uint64_t pass = 0;  // pass that the backup gave to the sender
+  uint64_t token = 0;  // token that the backup gave to the sender
   What what = kStep;
   // The packed UpdateStep of round `round`, which was made or skipped (UpdateStep::skip). "" if the
   // backup knows the outcome already.

@@ -53,10 +53,10 @@ struct PartitionNotes : LossNotes {
   // Members that have pushed a round since their replica joined; by index. Empty if none has.
   std::vector<bool> came;
   // Used if a backup copies the state: the work that waits for the backup's acknowledgement; the
-  // pass under which the backup has the state; the last complete round, kept after this server has
+  // token under which the backup has the state; the last complete round, kept after this server has
   // dropped it from the partition's rounds.
   std::optional<Copying> copying;
-  uint64_t pass = 0;
+  uint64_t token = 0;
   std::optional<UpdatedRound> ended;
   // Owns the declaration of a state that was a copy.
   std::shared_ptr<const Declaration> restored_declaration;

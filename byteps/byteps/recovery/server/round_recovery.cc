@@ -148,8 +148,8 @@ void RoundRecovery::GoOnFrom(std::shared_ptr<const DeclaredTensor> tensor, uint3
                 true);
 }
 
-void RoundRecovery::SetBackup(uint64_t pass) {
-  thread_->Call([this, pass] { copied_.SetBackup(pass); }, true);
+void RoundRecovery::SetBackup(uint64_t token) {
+  thread_->Call([this, token] { copied_.SetBackup(token); }, true);
 }
 
 void RoundRecovery::OnCopied(std::shared_ptr<Partition> partition, uint64_t number) {

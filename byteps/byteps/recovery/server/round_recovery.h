@@ -50,7 +50,7 @@ class RoundRecovery : public RoundLossPolicy {
   // See ResumedRounds::GoOnFrom.
   void GoOnFrom(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round);
   // See CopiedRounds.
-  void SetBackup(uint64_t pass);
+  void SetBackup(uint64_t token);
   void OnCopied(std::shared_ptr<Partition> partition, uint64_t number);
   void Adopt(std::shared_ptr<Partition> partition);
   // Runs `task` in the thread, after all queued tasks.

@@ -120,7 +120,7 @@ void ServerRecovery::OnMade(const std::shared_ptr<Partition>& partition) {
   partition->state = std::move(copy->state);
   PartitionNotes* const notes = NotesOf(partition.get());
   notes->restored_declaration = copy->declaration;
-  notes->pass = backup_.fetched_pass();
+  notes->token = backup_.fetched_token();
   if (copy->last) ResumedRounds::Restore(partition.get(), std::move(*copy->last));
   rounds_[partition->thread]->Adopt(partition);
 }
@@ -148,8 +148,8 @@ void ServerRecovery::OnCopied(uint64_t key, uint64_t number) {
   if (partition) rounds_[partition->thread]->OnCopied(partition, number);
 }
 
-void ServerRecovery::OnBackup(uint64_t pass) {
-  for (RoundRecovery* rounds : rounds_) rounds->SetBackup(pass);
+void ServerRecovery::OnBackup(uint64_t token) {
+  for (RoundRecovery* rounds : rounds_) rounds->SetBackup(token);
 }
 
 void ServerRecovery::OnFetched() {

@@ -54,7 +54,7 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   // BackupUser.
   void InThreadOf(uint64_t key, std::function<void()> task) override;
   void OnCopied(uint64_t key, uint64_t number) override;
-  void OnBackup(uint64_t pass) override;
+  void OnBackup(uint64_t token) override;
   void OnFetched() override;
 
   Channel* const channel_;

@@ -20,7 +20,7 @@ class Identity:
     """torch's name of the group. Groups that exist at the same time have different names."""
     ranks: tuple[int, ...]
     """Global ranks of the group, in its order."""
-    life: int
+    predecessors: int
     """Number of earlier groups with the same name and ranks. Every member has made each of these,
     so all members count the same, whatever other groups they make or destroy."""
 
@@ -32,11 +32,11 @@ class Identity:
             nonce: random text that the ranks of the default group share. The name alone is not
                 unique: torch counts group names from zero in each default group.
         """
-        text = repr((self.name, self.ranks, self.life))
+        text = repr((self.name, self.ranks, self.predecessors))
         return f"{kind}/{nonce}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-class _Lives:
+class _Counts:
     """Counts the groups with the same name and ranks, within one default group of torch."""
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class _Lives:
         return number
 
 
-_lives = _Lives()
+_counts = _Counts()
 
 
 def of_new_group(name: str, ranks: Sequence[int]) -> Identity:
     """Return the identity of a group that is being made. All members call this once per group."""
     members = tuple(ranks)
-    return Identity(name=name, ranks=members, life=_lives.next(name, members))
+    return Identity(name=name, ranks=members, predecessors=_counts.next(name, members))
 
 
 def of_group(group: dist.ProcessGroup) -> Identity:

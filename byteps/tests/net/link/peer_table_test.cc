@@ -52,7 +52,7 @@ TEST(Admission, AServerTakesTheWorkersOfItsJob) {
   EXPECT_EQ(AtServer(Worker(0), 0), "this node is in no job yet");
 }
 
-TEST(Admission, AnotherJobOrIncarnationIsNamed) {
+TEST(Admission, AnotherJobOrGenerationIsNamed) {
   Applicant worker = Worker(0);
   worker.job = 0x9999 << 16;
   EXPECT_EQ(AtServer(worker), "it belongs to another job");
@@ -185,7 +185,7 @@ TEST(JobNumber, TheSchedulersFirstWordIsBelieved) {
   EXPECT_EQ(job.Hear(kJob, true), "");
   EXPECT_EQ(job.get(), kJob);
   EXPECT_EQ(job.Hear(0x9999 << 16, true), "it belongs to another job");
-  job.SetIncarnation(3);
+  job.SetGeneration(3);
   EXPECT_NE(job.Hear(kJob, false), "");
   EXPECT_EQ(job.Hear(kJob + 1, false), "");
 }

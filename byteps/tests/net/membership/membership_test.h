@@ -76,9 +76,9 @@ class RecordedLinks : public MembershipLinks {
     MutexLock lock(&mu_);
     broken_ = nodes;
   }
-  void SetIncarnation(int incarnation) override {
+  void SetGeneration(int generation) override {
     MutexLock lock(&mu_);
-    incarnation_ = incarnation;
+    generation_ = generation;
   }
   uint64_t job() const override {
     MutexLock lock(&mu_);
@@ -134,9 +134,9 @@ class RecordedLinks : public MembershipLinks {
     MutexLock lock(&mu_);
     return unlinked_;
   }
-  int incarnation() {
+  int generation() {
     MutexLock lock(&mu_);
-    return incarnation_;
+    return generation_;
   }
 
   // Called without a lock, before Connect is recorded and after Send is.
@@ -163,7 +163,7 @@ class RecordedLinks : public MembershipLinks {
   std::vector<int> unlinked_ PS_GUARDED_BY(mu_);
   std::string dial_error_ PS_GUARDED_BY(mu_);
   std::set<int> broken_ PS_GUARDED_BY(mu_);
-  int incarnation_ PS_GUARDED_BY(mu_) = 0;
+  int generation_ PS_GUARDED_BY(mu_) = 0;
   uint64_t job_ PS_GUARDED_BY(mu_) = 1 << 16 | 1;
 };
 

@@ -44,7 +44,7 @@ TEST_F(NodeMembershipTest, AWorkerJoins) {
   ASSERT_EQ(claims[0].meta.control.node.size(), 1u);
   EXPECT_EQ(claims[0].meta.control.node[0].aux_id, 0) << "the launcher's rank";
   EXPECT_EQ(links_->self().id, worker_);
-  EXPECT_EQ(links_->incarnation(), 3);
+  EXPECT_EQ(links_->generation(), 3);
   EXPECT_EQ(links_->linked(), std::vector<int>{server_});
   EXPECT_EQ(membership_->link_mbps(), 25'000);
   EXPECT_EQ(membership_->NameOf(server_), "server 0 (10.0.0.3:9001)");
@@ -192,12 +192,12 @@ TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   view.epoch = 1;
   view.present = "10";
   view.waiting = "00";
-  view.lives = {0, 0};
+  view.ready_epochs = {0, 0};
   view.donors = {-1, -1};
   Say(Control::MEMBERS, Word(view), {OtherWorker()});
   view.epoch = 2;
   view.present = "11";
-  view.lives = {0, 2};
+  view.ready_epochs = {0, 2};
   Say(Control::MEMBERS, Word(view));
   // The removed worker's broken link must be forgotten.
   membership_->OnLinkLost(IdOf(Node::WORKER, 0), "its connection was reset", false);

@@ -33,7 +33,7 @@ TEST_F(NodeReturnTest, AServerTellsWhatItKnows) {
   Say(Control::MEMBERS, Word(ReplicaView{4, 5, "10", "00", {0, 0}, {-1, -1}, ""}));
   const Account account = LoseScheduler();
   EXPECT_EQ(account.job, links_->job());
-  EXPECT_EQ(account.life, 1);
+  EXPECT_EQ(account.scheduler_number, 1);
   EXPECT_EQ(account.left, std::set<int>{1});
   EXPECT_EQ(account.replicas.epoch, 5);
 }

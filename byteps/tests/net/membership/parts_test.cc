@@ -141,7 +141,7 @@ TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
   for (const ReplicaView& other : wrong) EXPECT_FALSE(Sent(other)) << &other - wrong;
 }
 
-TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
+TEST(MembershipAdmission, WhatMayBeTrueOfTheLastGenerationMayComeAgain) {
   RosterPolicy policy(nullptr, nullptr);
   Roster roster(JobSize{2, 1});
   roster.Put(NodeOf(Node::WORKER, 0));
@@ -263,7 +263,7 @@ TEST(MembershipProtocol, ARegistrationIsReadAsItWasMade) {
   registration.claim = {membership::kProtocol, 7, -1, 25'000, 2, 1, true};
   membership::Account& account = registration.account;
   account.job = 0xffff'ffff'ffff'0001;
-  account.life = 3;
+  account.scheduler_number = 3;
   account.is_late = true;
   account.left = {0, 12};
   account.turns = {{0, 2}, {3, 1}};
@@ -290,7 +290,7 @@ TEST(MembershipProtocol, AnotherVersionIsToldByItsNumberAlone) {
   wrong.claim.link_mbps = 0;
   EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol,
             membership::kProtocol);
-  wrong.account.life = 1;  // without a job
+  wrong.account.scheduler_number = 1;  // without a job
   EXPECT_EQ(membership::ParseRegistration(PackRegistration(wrong)).claim.protocol, -1);
 }
 

@@ -137,7 +137,7 @@ TEST_F(SchedulerMembershipTest, AnOperationThatFailedIsTheWorkersAffair) {
   Say(other_, Control::LEAVE, Suspend("push_pull of 'a' timed out"));
   EXPECT_EQ(failure(), "");
   EXPECT_TRUE(ended());
-  EXPECT_EQ(membership_->View().incarnation, 2) << "it was suspended";
+  EXPECT_EQ(membership_->View().generation, 2) << "it was suspended";
 }
 
 TEST_F(SchedulerMembershipTest, ToAKeptClusterItIsAFailure) {

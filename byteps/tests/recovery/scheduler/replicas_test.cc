@@ -36,7 +36,7 @@ TEST_F(ReplicasTest, AReplicaIsRemovedAndComesBack) {
   view = LastTold(worker_);
   EXPECT_EQ(view.waiting, "01");
   EXPECT_EQ(view.present, "10");
-  const int life = view.lives[1];
+  const int life = view.ready_epochs[1];
   EXPECT_EQ(life, view.epoch);
 
   Say(worker_, Control::MEMBERS, Word(membership::Admit{1, life - 1}));

@@ -29,7 +29,7 @@ class SchedulerReturnTest : public RecoveryTest {
 
   struct Comes {
     uint64_t job = kJob;
-    int life = 1;
+    int scheduler_number = 1;
     uint64_t token = 0;
     int workers = -1;
     bool is_late = false;
@@ -40,7 +40,7 @@ class SchedulerReturnTest : public RecoveryTest {
   void Return(int id, const Comes& comes) {
     Account account;
     account.job = comes.job;
-    account.life = comes.life;
+    account.scheduler_number = comes.scheduler_number;
     account.is_late = comes.is_late;
     account.left = comes.left;
     account.turns = comes.turns;
@@ -78,7 +78,7 @@ TEST_F(SchedulerReturnTest, WhoIsLostBeforeAllHaveComeMayComeAgain) {
   membership_->OnDisconnect(worker_);
   Return(other_);
   EXPECT_EQ(membership_->View().phase, JobView::kGathering);
-  Return(worker_, {.life = 2});
+  Return(worker_, {.scheduler_number = 2});
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
   EXPECT_EQ(links_.SentTo(worker_, Control::WELCOME).back().meta.body,
             membership::Pack(membership::Welcome{1, 3}));
@@ -127,9 +127,9 @@ TEST_F(SchedulerReturnTest, OthersAreRefusedAndToldWhy) {
   EXPECT_NE(links_.LastRefusal().find("does not make sense"), std::string::npos);
   Return(worker_);
   Return(other_);
-  Return(worker_, {.life = 9});  // this scheduler was cut off: another one has the job
+  Return(worker_, {.scheduler_number = 9});  // this scheduler was cut off: another one has the job
   EXPECT_NE(links_.LastRefusal().find("another scheduler, which began later"), std::string::npos);
-  Return(worker_, {.life = 2, .token = 99});
+  Return(worker_, {.scheduler_number = 2, .token = 99});
   EXPECT_NE(links_.LastRefusal().find("another process has its place"), std::string::npos);
   EXPECT_EQ(failure(), "");
 }
@@ -179,7 +179,7 @@ TEST_F(SchedulerReturnTest, AChangeThatOnlySomeHeardIsToldToAll) {
   Say(Id(3), Control::MEMBERS, Word(membership::Ready()));
   const ReplicaView waits = LastTold(worker_);
   EXPECT_EQ(waits.waiting, "01");
-  Say(worker_, Control::MEMBERS, Word(membership::Admit{1, waits.lives[1]}));
+  Say(worker_, Control::MEMBERS, Word(membership::Admit{1, waits.ready_epochs[1]}));
   Acknowledge();
   EXPECT_EQ(LastTold(worker_).present, "11");
   EXPECT_EQ(LastTold(worker_).donors, (std::vector<int>{-1, 0}));
@@ -220,7 +220,7 @@ TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
   EXPECT_EQ(LastTold(worker_).present, "10");
   Acknowledge();
   EXPECT_EQ(LastTold(worker_).present, "11");
-  EXPECT_EQ(LastTold(worker_).lives[1], 5);
+  EXPECT_EQ(LastTold(worker_).ready_epochs[1], 5);
 }
 
 TEST_F(SchedulerReturnTest, OneThatGathersGoesOnGathering) {

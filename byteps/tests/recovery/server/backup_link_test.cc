@@ -34,9 +34,9 @@ class Neighbor : public ServerChannel, public BackupUser {
     defers ? deferred.push_back(std::move(task)) : task();
   }
   void OnCopied(uint64_t, uint64_t number) override { copied.push_back(number); }
-  void OnBackup(uint64_t pass) override {
-    if (pass != 0 && before_backup) before_backup();
-    backups.push_back(pass);
+  void OnBackup(uint64_t token) override {
+    if (token != 0 && before_backup) before_backup();
+    backups.push_back(token);
   }
   void OnFetched() override { ++fetched; }
 
@@ -81,36 +81,37 @@ class BackupLinkTest : public testing::Test {
     answer.between_servers = true;
     link_.OnMessage(&answer);
   }
-  // Meets a neighbor with this life, which gives `pass` as backup. Returns the pass given to it.
-  uint64_t Meet(uint64_t life, uint64_t pass = 0, uint8_t flags = kAnswer) {
+  // Meets a neighbor with this instance, which gives `token` as backup. Returns the token given to
+  // it.
+  uint64_t Meet(uint64_t instance, uint64_t token = 0, uint8_t flags = kAnswer) {
     WireWriter out;
-    out.Put(life);
-    out.Put(pass);
-    out.Put(pass == 0 ? 0 : own_life_);
+    out.Put(instance);
+    out.Put(token);
+    out.Put(token == 0 ? 0 : own_instance_);
     out.Put(flags);
     Tell(kMeet, out.Take());
     for (const Message& message : user_.sent) {
       if (message.op != kMeet) continue;
       WireReader in(message.body);
-      own_life_ = in.Get<uint64_t>();
+      own_instance_ = in.Get<uint64_t>();
       return in.Get<uint64_t>();
     }
     return 0;
   }
   Message Copy(const CopyRecord& record, const std::vector<float>& values = {}) {
-    return Tell(kCopy, record.Pack(), declaration_.Key(), record.pass << 32 | 1, values);
+    return Tell(kCopy, record.Pack(), declaration_.Key(), record.token << 32 | 1, values);
   }
-  CopyRecord State(uint64_t pass) const {
+  CopyRecord State(uint64_t token) const {
     CopyRecord record;
-    record.pass = pass;
+    record.token = token;
     record.what = CopyRecord::kState;
     record.declaration = PackDeclarations({declaration_});
     record.slots = 1;
     return record;
   }
   // The first parameter of the copy, as a successor fetches it.
-  float Fetched(uint64_t pass) {
-    Tell(kFetch, "", 0, pass);
+  float Fetched(uint64_t token) {
+    Tell(kFetch, "", 0, token);
     for (const Message& message : user_.sent) {
       if (message.op != kFetched || message.values.size() < sizeof(float)) continue;
       float first = 0;
@@ -123,7 +124,7 @@ class BackupLinkTest : public testing::Test {
   Neighbor user_;
   BackupLink link_{true, 2, 1, &user_, &user_};
   Declaration declaration_;
-  uint64_t own_life_ = 0;
+  uint64_t own_instance_ = 0;
 };
 
 TEST_F(BackupLinkTest, ARecordOfAServerThatWasLostIsNotTaken) {
@@ -167,15 +168,15 @@ TEST_F(BackupLinkTest, OneLifeHasOnePassUnlessItAsksAnew) {
 }
 
 TEST_F(BackupLinkTest, WhatAServerHasBeforeItMeetsItsBackupIsNotCopiedYet) {
-  const uint64_t pass = Meet(70, 0, kAnswer | kHasState);
-  const Message refusal = Tell(kFetch, "", 0, pass);
+  const uint64_t token = Meet(70, 0, kAnswer | kHasState);
+  const Message refusal = Tell(kFetch, "", 0, token);
   EXPECT_TRUE(refusal.failed);
   EXPECT_NE(refusal.body.find("load the last checkpoint"), std::string::npos) << refusal.body;
   CopyRecord record;
-  record.pass = pass;
+  record.token = token;
   record.what = CopyRecord::kComplete;
   EXPECT_FALSE(Copy(record).failed);
-  EXPECT_FALSE(Tell(kFetch, "", 0, pass).failed);
+  EXPECT_FALSE(Tell(kFetch, "", 0, token).failed);
 }
 
 TEST_F(BackupLinkTest, TheNewestPassOfABackupCounts) {
@@ -192,45 +193,45 @@ TEST_F(BackupLinkTest, TheNewestPassOfABackupCounts) {
 }
 
 TEST_F(BackupLinkTest, WhatHasNotItsFormIsRefusedAndTheCopyIsNotWhole) {
-  const uint64_t pass = Meet(70);
-  EXPECT_FALSE(Copy(State(pass), {1, 1, 1, 1}).failed);
+  const uint64_t token = Meet(70);
+  EXPECT_FALSE(Copy(State(token), {1, 1, 1, 1}).failed);
   EXPECT_TRUE(Tell(kCopy, "what?", declaration_.Key()).failed);
-  EXPECT_TRUE(Copy(State(pass), {1, 1}).failed) << "half a state";
+  EXPECT_TRUE(Copy(State(token), {1, 1}).failed) << "half a state";
   CopyRecord round;
-  round.pass = pass;
+  round.token = token;
   round.what = CopyRecord::kRound;
   round.op = kPushStep;
   round.step = "no step";
   EXPECT_TRUE(Copy(round, {1, 1, 1, 1}).failed);
-  EXPECT_TRUE(Tell(kFetch, "", 0, pass).failed);
+  EXPECT_TRUE(Tell(kFetch, "", 0, token).failed);
 }
 
 TEST_F(BackupLinkTest, ACopyThatLacksARecordIsWholeOnlyOnceAllIsToldAnew) {
-  const uint64_t pass = Meet(70);
+  const uint64_t token = Meet(70);
   const auto mark = [&](CopyRecord::What what) {
     CopyRecord record;
-    record.pass = pass;
+    record.token = token;
     record.what = what;
     EXPECT_FALSE(Copy(record).failed);
   };
   mark(CopyRecord::kBegin);
-  EXPECT_FALSE(Copy(State(pass), {1, 1, 1, 1}).failed);
-  EXPECT_TRUE(Copy(State(pass), {1, 1}).failed) << "half a state";
+  EXPECT_FALSE(Copy(State(token), {1, 1, 1, 1}).failed);
+  EXPECT_TRUE(Copy(State(token), {1, 1}).failed) << "half a state";
   mark(CopyRecord::kComplete);  // sent before the primary knew of that
-  EXPECT_TRUE(Tell(kFetch, "", 0, pass).failed);
+  EXPECT_TRUE(Tell(kFetch, "", 0, token).failed);
   mark(CopyRecord::kBegin);
-  EXPECT_FALSE(Copy(State(pass), {2, 2, 2, 2}).failed);
+  EXPECT_FALSE(Copy(State(token), {2, 2, 2, 2}).failed);
   mark(CopyRecord::kComplete);
-  EXPECT_EQ(Fetched(pass), 2);
+  EXPECT_EQ(Fetched(token), 2);
 }
 
 TEST_F(BackupLinkTest, AStateThatIsToldAnewWhileItIsSentIsNot) {
-  const uint64_t pass = Meet(70);
-  Copy(State(pass), {1, 1, 1, 1});
+  const uint64_t token = Meet(70);
+  Copy(State(token), {1, 1, 1, 1});
   user_.defers = true;
-  Tell(kFetch, "", 0, pass);
+  Tell(kFetch, "", 0, token);
   CopyRecord record;
-  record.pass = pass;
+  record.token = token;
   record.what = CopyRecord::kBegin;
   EXPECT_FALSE(Copy(record).failed);
   user_.sent.clear();
@@ -242,22 +243,22 @@ TEST_F(BackupLinkTest, AStateThatIsToldAnewWhileItIsSentIsNot) {
 }
 
 TEST_F(BackupLinkTest, AStepOfARoundBeforeALoadIsNotMade) {
-  const uint64_t pass = Meet(70);
-  Copy(State(pass), {1, 1, 1, 1});
+  const uint64_t token = Meet(70);
+  Copy(State(token), {1, 1, 1, 1});
   UpdateStep step;
   step.number = 1;
   step.rates = {{0.5, 0}};
   CopyRecord record;
-  record.pass = pass;
+  record.token = token;
   record.what = CopyRecord::kRound;
   record.op = kPushTry;
   record.step = step.Pack();
   EXPECT_FALSE(Copy(record, {1, 1, 1, 1}).failed);
-  EXPECT_FALSE(Copy(State(pass), {3, 3, 3, 3}).failed);
+  EXPECT_FALSE(Copy(State(token), {3, 3, 3, 3}).failed);
   record.what = CopyRecord::kStep;
   record.settled = step.Pack();
   EXPECT_FALSE(Copy(record).failed);
-  EXPECT_EQ(Fetched(pass), 3);
+  EXPECT_EQ(Fetched(token), 3);
 }
 
 TEST_F(BackupLinkTest, ABackupThatLosesItsCopyIsToldNothingMore) {
@@ -266,7 +267,7 @@ TEST_F(BackupLinkTest, ABackupThatLosesItsCopyIsToldNothingMore) {
   Answer(kFetch, 0, 9, "");
   EXPECT_EQ(user_.backups, std::vector<uint64_t>{9});
   CopyRecord record;
-  record.pass = 9;
+  record.token = 9;
   const uint64_t number = link_.Tell(declaration_.Key(), record, {});
   Answer(kCopy, declaration_.Key(), number, "it has no memory");
   EXPECT_EQ(user_.backups, (std::vector<uint64_t>{9, 0}));

@@ -75,7 +75,7 @@ class Primary {
     server_.SetRank(0);
     const Message met = wire_.Take(kMeet);
     WireWriter out;
-    out.Put<uint64_t>(5);  // life of server 1
+    out.Put<uint64_t>(5);  // instance of server 1
     out.Put(kPass);
     out.Put(WireReader(met.body).Get<uint64_t>());
     out.Put<uint8_t>(0);

@@ -212,7 +212,7 @@ def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) 
     waited, began = time.monotonic() - began, time.monotonic()
     giver = view.donor(job.replica())
     state = replica_state.State(args, model, optimizer, scheduler)
-    state.take(job.peers()[giver], f"join/{view.lives[job.replica()]}")
+    state.take(job.peers()[giver], f"join/{view.ready_epochs[job.replica()]}")
     lost_samples.begin(args)
     _compare(model)
     if torch.distributed.get_rank() == 0:
@@ -271,11 +271,11 @@ def _told_inside(choice: Choice | None) -> Choice:
     count = job.replicas()
     facts = [0] * (2 * count + 2)
     if choice is not None:
-        facts = [*choice.present, *choice.leaving, choice.joiner + 1, choice.life]
-    *flags, joiner, life = job.most_inside(facts)
+        facts = [*choice.present, *choice.leaving, choice.joiner + 1, choice.ready_epoch]
+    *flags, joiner, ready_epoch = job.most_inside(facts)
     return bytepslib.members.Choice(
         joiner=joiner - 1,
-        life=life,
+        ready_epoch=ready_epoch,
         present=tuple(bool(flag) for flag in flags[:count]),
         leaving=tuple(bool(flag) for flag in flags[count:]),
     )
@@ -312,10 +312,10 @@ def _admit(
     if rank == 0:
         job.sum_over_replicas(torch.zeros(1), "rest", always=True)
     torch.distributed.barrier()
-    view = bytepslib.members.admit(choice.joiner, choice.life, asks=rank == 0)
+    view = bytepslib.members.admit(choice.joiner, choice.ready_epoch, asks=rank == 0)
     if view is not None and view.donor(choice.joiner) == job.replica():
         state = replica_state.State(args, model, optimizer, scheduler)
-        state.give(job.peers()[choice.joiner], f"join/{choice.life}", iteration, operations)
+        state.give(job.peers()[choice.joiner], f"join/{choice.ready_epoch}", iteration, operations)
     _compare(model)
     # Clears the replicas that were missing in these sums, since the sums belong to no step.
     bytepslib.members.take_missing()

@@ -201,7 +201,7 @@ def are_ranks_to_update(config: OptimizerConfig, ddp_config: DistributedDataPara
     if of_matrices == ddp_config.dpu_optimizer_matrices:
         wanted = not of_matrices
         raise ValueError(
-            f"--dpu-optimizer: with --optimizer={config.optimizer} a model is wrapped with "
-            f"dpu_optimizer_matrices={wanted} in its DistributedDataParallelConfig"
+            f"--dpu-optimizer with --optimizer={config.optimizer} needs "
+            f"dpu_optimizer_matrices={wanted} in the model's DistributedDataParallelConfig"
         )
     return of_matrices

@@ -377,7 +377,7 @@ TEST_P(Refusal, ThatIsProvedIsFinal) {
 }
 
 // A worker may learn of a new generation before a server does.
-TEST_P(Refusal, OfAnEarlierIncarnationPasses) {
+TEST_P(Refusal, OfAnEarlierGenerationPasses) {
   Link link(&hub_, kJob - 1);
   link.Send(true, "one");
   std::this_thread::sleep_for(milliseconds(100));
@@ -386,7 +386,7 @@ TEST_P(Refusal, OfAnEarlierIncarnationPasses) {
   EXPECT_TRUE(WaitUntil([&] { return link.Has({"one"}, {}); })) << link.Text();
 }
 
-TEST_P(Refusal, OfALaterIncarnationIsFinal) {
+TEST_P(Refusal, OfALaterGenerationIsFinal) {
   Link link(&hub_, kJob + 1);
   EXPECT_TRUE(WaitUntil([&] { return !link.connecting.ending().empty(); }));
 }
