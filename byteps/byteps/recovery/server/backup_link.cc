@@ -61,8 +61,8 @@ void BackupLink::OnServerLost(int rank) {
     fetches_ = false;
     if (awaits_) {
       fetch_error_ = channel_->NameOfServer(rank) +
-                     ", which had the copy of the state that this server is to go on with, is lost "
-                     "as well: load the last checkpoint";
+                     ", which had the copy of this server's state, is lost as well: load the last "
+                     "checkpoint";
     }
     awaits_ = false;
   }
