@@ -160,8 +160,8 @@ def main() -> None:
     parts = dict.fromkeys(one for name in options.parts for one in (*PARTS[name].needs, name))
     for distribution, names in forgotten(PARTS[name] for name in parts).items():
         raise SystemExit(
-            f"error: {distribution} needs {', '.join(sorted(names))}: let {Path(__file__).name} "
-            "copy it, or say that it is expected or unneeded"
+            f"error: {distribution} needs {', '.join(sorted(names))}: in {Path(__file__).name}, "
+            "list each of them as copied, expected or unneeded"
         )
     for part in map(PARTS.__getitem__, parts):
         for distribution in part.distributions:

@@ -231,9 +231,9 @@ def cluster_settings(settings: Settings) -> Settings:
 
 @contextmanager
 def several_nodes(folder: Path) -> Iterator[Runner]:
-    """Context with two ranks and a spare, each on its own node; two of the nodes may be lost.
+    """Context with two ranks and a spare, each on its own node. A case may kill two of the nodes.
 
-    It needs the cluster of ``cluster_settings``, with the room free.
+    It needs the cluster that ``cluster_settings`` describes, without other jobs.
     """
     nodes = Nodes(folder / "nodes")
     settings = pool_settings(folder / "pool", spares=1)

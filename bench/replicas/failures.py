@@ -294,7 +294,7 @@ def train(options: argparse.Namespace, prefix: Path, watch: Step) -> Job:
                 now = time.monotonic()
                 if now > deadline:
                     logs = "\n".join(last_lines(life.ranks[0].log, 8) for life in job.running())
-                    raise LaunchError(f"it still ran after {options.timeout:g} s\n{logs}")
+                    raise LaunchError(f"the job still ran after {options.timeout:g} s\n{logs}")
                 for life in job.lives:
                     life.look(now)
                 watch(job, now)

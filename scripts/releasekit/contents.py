@@ -22,11 +22,11 @@ class ReleaseError(Exception):
 
 
 def ship_tools() -> Path:
-    """Returns the folder of the programs of locks/ship.lock, after installing them if they are not
-    current.
+    """Returns the folder with the programs that locks/ship.lock lists. Installs them first if they
+    are not current.
 
     Raises:
-        ReleaseError: it could not be installed.
+        ReleaseError: they could not be installed.
     """
     install = f'source "{ROOT}/scripts/lib/system.sh"; install_ship_tools "{ROOT}"'
     if subprocess.run(["bash", "-euo", "pipefail", "-c", install], check=False).returncode != 0:

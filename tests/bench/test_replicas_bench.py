@@ -1,4 +1,4 @@
-"""Comparisons beyond a threshold, and wrong sums, fail their run."""
+"""A run fails if a comparison exceeds its threshold, or if a sum is wrong."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ class DieInAStep:
 def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
     prefix: Path, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:
-    """The returning replica loads the checkpoint, as at the start, and then takes the others'
-    state. At the start it also loaded the servers; now it does not."""
+    """The returning replica loads the checkpoint, as at the start, and then takes the state of the
+    other one. At the start it also sent the checkpoint's state to the servers; now it does not."""
     words, arguments = ("--replicas", "2"), (*optimizer, "--ckpt-format", "torch_dist")
     save = ("--save", str(tmp_path), "--save-interval", "4")
     options = failures.parse([*TINY, *words, "--steps", "4", "--", *arguments, *save])

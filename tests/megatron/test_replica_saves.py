@@ -56,7 +56,8 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
 
 
 MINE = ["outer", "model"]
-# Presence, then staying, of both. If a replica is missing, the other's values are scaled.
+# Whether replicas 0 and 1 are present, and whether they stay. If one is missing, the other's
+# values count twice.
 BOTH = [1.0, 1.0, 1.0, 1.0]
 ALONE = [0.0, 2.0, 0.0, 2.0]
 FIRST_LEAVES = [1.0, 1.0, 0.0, 1.0]

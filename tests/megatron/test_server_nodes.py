@@ -373,7 +373,8 @@ def test_in_another_layout_the_next_steps_owe_as_much(
     resumes: tuple[Any, ...],
     only: str,
 ) -> None:
-    """Compare each parameter's losses of ranks and servers, as a part of the gradient."""
+    """Compare, for each parameter, the rounding losses that ranks and servers still keep, relative
+    to its gradient."""
     plain = (*INT4, *POSITIONS, *data_arguments(dataset), "--global-batch-size", "24")
     save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
     load = ("--load", save[1], "--ckpt-step", "2")

@@ -250,7 +250,7 @@ def wait_to_hear(socket: Path, text: str, process: Spawned) -> str:
         if said.returncode == 0 and text in said.stdout:
             return said.stdout
         assert process.running, process.text
-    raise AssertionError(f"never said {text!r}; the last: {said}")
+    raise AssertionError(f"no answer had {text!r}; the last answer: {said}")
 
 
 def test_from_waiting_to_serving_to_gone(make_cluster: Callable[..., Cluster]) -> None:

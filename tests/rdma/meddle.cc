@@ -117,7 +117,7 @@ void Flip(char* data, size_t bytes, size_t turn, const char* what) {
   fprintf(stderr, "meddle: flipped a bit of byte %zu of %s\n", place, what);
 }
 
-// Damages the request of a repeated connection.
+// Damages every kFlipEvery-th request to connect.
 void DamageRequest(rdma_cm_id* id, std::string* data) {
   std::lock_guard<std::mutex> lock(flips().mu);
   const size_t number = flips().requests++;

@@ -5,7 +5,7 @@
 
 namespace ps {
 
-// Clock that counts only time in which this process ran. For deadlines of other processes.
+// Clock that counts only time in which this process ran. For deadlines that others must meet.
 //
 // A process may be stopped (SIGSTOP, a debugger), swapped out, or its virtual machine paused or
 // migrated. Messages then wait unread, and by a steady clock every peer would seem late afterwards.
@@ -13,8 +13,8 @@ namespace ps {
 // waiting messages. So a deadline moves by that time.
 //
 // The clock notices a pause because a thread that should wake up often is late
-// (StallWatch::Feeder). While this process is in a job, this is the membership's heartbeat thread.
-// Without a job AwakeClock is the steady clock.
+// (StallWatch::Feeder). In a job, that thread is the membership's heartbeat thread. Without a job
+// AwakeClock is the steady clock.
 
 struct AwakeClock {
   using duration = std::chrono::steady_clock::duration;

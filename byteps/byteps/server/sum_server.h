@@ -94,7 +94,7 @@ class SumServer {
  private:
   void Dispatch(Message* message);
   void OnDeclare(const Message& message);
-  // Records a declaration of a worker. Returns why the tensor cannot be summed, or "".
+  // Records that a worker declares a tensor. Returns why it cannot be summed, or "".
   std::string Declare(int rank, const Declaration& declaration);
   // Handles a worker's release of tensors.
   void OnRelease(const Message& message);

@@ -52,8 +52,8 @@ class _Piece:
         return flat[self.begin : self.begin + self.place.stop - self.place.start]
 
     def of(self, host: torch.Tensor) -> torch.Tensor:
-        """Return this piece of a tensor in host memory, in fp32, on the parameter's device. The
-        result is a view if the device is the CPU and `host` is fp32."""
+        """Return this piece of `host`, which is in host memory, as fp32 on the parameter's device.
+        The result is a view of `host` if the device is the CPU and `host` is fp32."""
         return host[self.place].to(self.parameter.device, torch.float32)
 
     def keep(self, values: torch.Tensor, host: torch.Tensor) -> None:

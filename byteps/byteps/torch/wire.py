@@ -361,12 +361,12 @@ class Feedback:
         self._of_servers.clear()
 
     def names(self) -> list[str]:
-        """Return the names of tensors that may have losses."""
+        """Return the names of tensors that may have rounding losses."""
         sent = [name for name, lost in self._lost.items() if lost.drops == self._drops]
         return sorted({*sent, *self._loaded})
 
     def get(self, name: str) -> torch.Tensor | None:
-        """Return a tensor's losses on this process, not copied; None if there are none."""
+        """Return a tensor's rounding losses on this process, not copied; None if there are none."""
         lost = self._lost.get(name)
         if name in self._loaded or lost is None:
             return self._loaded.get(name)

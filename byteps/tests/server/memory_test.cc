@@ -62,7 +62,7 @@ TEST_F(ServerTest, LackOfAnyMemoryEndsOneSum) {
       const MemoryOnlyTimes little(times);
       for (int rank : {0, 1}) Tell(std::move(pushes[rank]), rank);
     }
-    // The next round is good, and gives up the rest of this one.
+    // The next round succeeds, and the server gives up the rest of the failed one.
     ++round;
     Push(0, 0, round, kLong, round);
     const uint64_t last = Push(1, 0, round, kLong, round);

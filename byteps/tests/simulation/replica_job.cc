@@ -324,7 +324,7 @@ void ReplicaJob::StartSpare() {
 void ReplicaJob::BreakServer(const Fault& fault) {
   if (serving_.empty()) return;
   if (fault.kind == Fault::kReset) {
-    // One of the two ends because of it, by the scheduler's decision.
+    // The scheduler then ends one of the two servers.
     if (serving_.size() < 2) return;
     const int one = *serving_.begin(), other = *std::next(serving_.begin());
     kept_[one].is_broken = kept_[other].is_broken = true;

@@ -213,8 +213,8 @@ Plan MakeBackupPlan();
 // ----- a network between the nodes of a job, with faults
 //
 // A pair of nodes has one link. Messages of membership arrive in order, one at a time; data
-// messages in any order, several at a time; the end of a link is reported at both ends. A node that
-// joins another generation of the job has another life: messages to its last life do not reach it.
+// messages in any order, several at a time; the loss of a link is reported to both nodes. A node
+// that joins another generation has another life: messages to its earlier life do not reach it.
 //
 // Written with ordinary threads and locks, which are simulated.
 

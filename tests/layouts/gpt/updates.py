@@ -23,8 +23,8 @@ from .compare import (
 from .layout import Difference, RankSeen, Report, Sum
 from .rows import Layout
 
-# Largest relative difference of the final parameters, as a vector, and of a step's norm. Both runs
-# update in fp32. The difference is the rounding of gradient sums.
+# Largest allowed relative difference of two runs: of their final parameters, taken as one vector,
+# and of a step's norm. Both update in fp32, so only the rounding of gradient sums differs.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3, "fp16-wire": 1e-3}
 MANY_BF16_TOLERANCE = 2e-2
 """Tolerance for sums of three or more bf16 values: servers round once, an all-reduce after every

@@ -283,7 +283,7 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Deferred* de
     if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
     const bool by_peer = fault == LinkFault::kClosed;
     if (patience <= Clock::duration::zero()) return Close(reason, deferred, by_peer);
-    // The silence before has already counted.
+    // The silence that led to this fault is part of the patience.
     auto counted = Clock::duration::zero();
     if (fault == LinkFault::kSilent) {
       const bool moves = connection_ && connection_->may_move;

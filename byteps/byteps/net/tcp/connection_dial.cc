@@ -1,4 +1,4 @@
-// The side of a connection that connects: dialing, and going back to its first pair of NICs.
+// The dialing side of a connection: it connects, and later returns to its first pair of NICs.
 
 #include <algorithm>
 #include <cerrno>

@@ -192,8 +192,8 @@ void CopiedRounds::GoOn(Partition* partition) {
   const auto work = [&] { GoOn(partition, what); };
   thread_->Survive(work, [&](const std::exception& e) {
     const std::string reason = "server " + std::to_string(context_->channel->rank()) +
-                               " could not go on with '" + partition->declaration().name +
-                               "' once it was copied: " + e.what() + "; " + DescribeFreeMemory();
+                               " could not continue with '" + partition->declaration().name +
+                               "' after it was copied: " + e.what() + "; " + DescribeFreeMemory();
     BPS_LOG(ERROR) << reason;
     Fail(partition, what, reason);
   });

@@ -28,9 +28,9 @@ class ResumedRounds {
   ResumedRounds(ServerContext* context, Rounds* rounds, const AbsentMembers* absent)
       : context_(context), rounds_(rounds), absent_(absent) {}
 
-  // Skips the rounds of this tensor before `first_round`, which all members have ended.
+  // Skips this tensor's rounds before `first_round`: all members have ended these rounds.
   void GoOnFrom(const DeclaredTensor* tensor, uint32_t first_round);
-  // Answers a push whose round has a sum of the lost server. Returns false if the round has none.
+  // Answers a push to a round that the lost server has summed. Returns false if the round has none.
   bool Answers(Partition* partition, const Message& push, int64_t received);
 
   // Marks a round as one whose sum the lost server has made: every member has pushed the round, or

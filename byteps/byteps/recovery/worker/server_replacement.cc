@@ -34,7 +34,7 @@ int ServerReplacement::ServerOf(uint64_t turn) const {
   return turn == 0 || found == places_.end() ? -1 : static_cast<int>(found - places_.begin());
 }
 
-// ------------------------------------------------------------------ without losses
+// ------------------------------------------------------------------ while no server is lost
 
 void ServerReplacement::Complete(PushHeader* header, int server) {
   header->flags |= PushHeader::kKeepsSums;

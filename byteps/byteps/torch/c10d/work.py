@@ -119,7 +119,7 @@ def _drop_ended(kept: dict[int, Work], most: int) -> None:
 class Work(dist._Work):
     """An all-reduce in place, of one tensor or several."""
 
-    # Class attributes for the usual values, since a work is made for every all-reduce.
+    # The usual values are class attributes, so that making a work stays cheap.
     _limit_s: float | None = None
     _of = ""
 

@@ -189,7 +189,8 @@ TEST(CopiesTest, WhoWaitsForABackupIsAnsweredWithoutMemory) {
     primary.AnswerTold(told);
     const Answers::Answer answer = primary.wire().Await(pushed);
     EXPECT_TRUE(answer.failed);
-    EXPECT_NE(answer.body.find("could not go on with 'w' once it was copied"), std::string::npos)
+    EXPECT_NE(answer.body.find("could not continue with 'w' after it was copied"),
+              std::string::npos)
         << answer.body;
   }
   primary.AnswerTold(primary.wire().Take(kCopy));

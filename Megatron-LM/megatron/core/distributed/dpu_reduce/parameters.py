@@ -421,7 +421,7 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
             _pad_vocabulary(args)
             arguments.validate_args(args)
         except SystemExit:
-            lines = told.getvalue().strip().splitlines() or ["it ended"]
+            lines = told.getvalue().strip().splitlines() or ["Megatron's validate_args exited"]
             raise NotMegatrons(lines[-1]) from None
         except Exception as error:
             raise NotMegatrons(_text(error)) from error

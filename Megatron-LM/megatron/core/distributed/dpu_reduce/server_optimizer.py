@@ -356,8 +356,8 @@ class ServerOptimizer(MegatronOptimizer):
         model's parameters into the servers."""
         if state_dict is not None:
             raise ValueError(
-                "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
-                "model's parameters"
+                "--dpu-optimizer does not work with --load-main-params-from-ckpt: the servers "
+                "start from the model's own parameters"
             )
         self._machine.wait_for_parameters()
         for bucket in self._buckets:
@@ -373,10 +373,10 @@ class ServerOptimizer(MegatronOptimizer):
         self._machine.wait_for_parameters()
 
     def prepare_grads(self) -> bool:
-        raise NotImplementedError("the servers clip and update in one: call step()")
+        raise NotImplementedError("servers clip and update in one operation: call step() instead")
 
     def step_with_ready_grads(self) -> bool:
-        raise NotImplementedError("the servers clip and update in one: call step()")
+        raise NotImplementedError("servers clip and update in one operation: call step() instead")
 
     def offload_to_cpu(self) -> None:
         """Do nothing: ranks have no state."""

@@ -227,7 +227,7 @@ struct GreetingBytes {
   size_t back = 0;
 };
 
-// Returns the greeting's bytes, when a connection without queued messages is resumed.
+// Returns how many bytes the greetings take that resume a connection without queued messages.
 GreetingBytes Measure(Hub* hub) {
   Link link(hub);
   EXPECT_TRUE(WaitUntil([&] { return hub->relay.CarriedBy(link.route, false) > 0; }));
