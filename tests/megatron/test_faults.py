@@ -119,7 +119,7 @@ CASES = {
     "servers-int8": (2, ("--dpu-optimizer", *EARLY, "--dpu-reduce-wire-dtype", "int8")),
 }
 COPIES = {**SETTINGS, "BYTEPS_BACKUP_STATE": "1"}
-IN_EACH_RUN = ("fp32", "servers")
+IN_EACH_RUN = ("fp32", "servers-int8")
 
 
 @pytest.fixture
