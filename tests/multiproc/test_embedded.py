@@ -441,5 +441,5 @@ def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
     assert process.returncode == status, text
     assert len(written.read_text().splitlines()) == lives, text
     said = "replica" if what != "no replica" else "torchrun"
-    assert (f"{said} was told to end (SIGTERM)" in text) == (status == 143)
+    assert (f"{said} got SIGTERM" in text) == (status == 143)
     assert ("Traceback" in text) == (status == 1)

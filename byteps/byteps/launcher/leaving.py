@@ -49,14 +49,11 @@ def main(arguments: Sequence[str]) -> int:
             if not file.exists():
                 raise
         if file.exists():
-            print(
-                "byteps: this replica got SIGTERM and has left the job",
-                flush=True,
-            )
+            print("byteps: this replica got SIGTERM and has left the job", flush=True)
             return STATUS
     if told is None:
         return 0
-    print(f"byteps: torchrun was told to end ({told.name}), and its ranks have ended", flush=True)
+    print(f"byteps: torchrun got {told.name}, and its ranks have ended", flush=True)
     return 128 + told
 
 
