@@ -148,7 +148,9 @@ def test_a_job_leaves_a_machine_that_is_drained(
     )
     outcome = runner.run("drained", case, note)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
-    assert _first_steps(outcome) == [1, STRIKE + 1]
+    left = [step["step"] for step in outcome.steps if step["incarnation"] == 0]
+    assert max(left) <= STRIKE
+    assert _first_steps(outcome) == [1, max(left) + 1]
 
 
 def test_a_job_that_never_makes_a_step_is_given_up(runner: Runner) -> None:
