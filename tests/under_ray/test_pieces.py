@@ -190,8 +190,12 @@ def _order(folder: Path, text: str) -> dict:
     script = folder / "script.py"
     script.write_text(text)
     log = str(folder / "rank.log")
-    return {"environment": {"A": "b"}, "folder": str(folder), "log": log, "entry": str(script)} | {
-        "arguments": ["--x"]
+    return {
+        "environment": {"A": "b", "RANK": "0"},
+        "folder": str(folder),
+        "log": log,
+        "entry": str(script),
+        "arguments": ["--x"],
     }
 
 
