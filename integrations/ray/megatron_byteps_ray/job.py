@@ -311,7 +311,7 @@ class Job:
             raise ValueError(f"{self._state_file} is of another version: {content.get('schema')!r}")
         self._restarts, self._failures = content["restarts"], content["failures"]
         self._fruitless = content["fruitless"]
-        # The incarnation that ran when the driver was lost ended with it, so it counts.
+        # The generation that ran when the driver was lost ended with it, so it counts.
         self._incarnation = content["incarnation"] + (content["state"] == "running")
 
 
