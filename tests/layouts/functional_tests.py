@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.markdown is not None:
             put(options.markdown, report, case, cases)
 
-    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"])
+    start_fork_server(["tests.layouts.warm", PROGRAM.partition(":")[0]])
     with tempfile.TemporaryDirectory(prefix="functional-") as scratch:
         folder = options.keep or Path(scratch)
         good, _ = run_reports("functional", chosen, folder, options, check, put_row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -269,6 +270,9 @@ class Job:
 
 def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     """Run a rank in a process of its own."""
+    # No object of the parent is garbage here. A collection would copy all of the parent's memory.
+    gc.freeze()
+    gc.enable()
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)

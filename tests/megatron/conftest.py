@@ -31,7 +31,7 @@ def tree() -> Path:
 @pytest.fixture(scope="session")
 def fork_server(tree: Path) -> None:
     """Imports torch and Megatron once for all ranks of all jobs."""
-    start_fork_server(["tests.megatron.rank_programs", "tests.layouts.warm"])
+    start_fork_server(["tests.layouts.warm", "tests.megatron.rank_programs"])
 
 
 @pytest.fixture(scope="session")

@@ -115,11 +115,12 @@ def serve() -> Callable[[], int] | None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for name in PRELOAD:
         importlib.import_module(name)
     # Existing objects are never a child's garbage; scanning them would copy all memory.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     todo = serve()
     if todo is not None:
         sys.exit(todo())

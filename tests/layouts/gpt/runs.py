@@ -116,7 +116,7 @@ def run_layouts(
     put: Callable[[Layout, Report], None],
 ) -> tuple[bool, list[Report]]:
     """Train each layout through both backends and compare; see run_reports."""
-    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"], platform)
+    start_fork_server(["tests.layouts.warm", PROGRAM.partition(":")[0]], platform)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as scratch:
         folder = options.keep or Path(scratch)
         (folder / "data").mkdir(parents=True, exist_ok=True)
