@@ -135,6 +135,11 @@ def make(options: argparse.Namespace) -> Path:
         made = Path(temporary, "files")
         made.mkdir()
         build(options, release, made)
+        if contents.check(ROOT, draft=options.draft) != release:
+            raise ReleaseError(
+                f"another commit than {release.commit} was checked out meanwhile; nothing was "
+                "released. Release in a clone that nobody edits"
+            )
         if place.exists():
             place.rename(Path(temporary, "old"))
         made.rename(place)

@@ -23,6 +23,7 @@ loaded when a job asks for them; the rest is inside. --server-only leaves all bu
 build/venv: run scripts/setup.sh before. What was built is kept in ~/.cache/megatron-byteps
 (MEGATRON_BYTEPS_CACHE) and taken from there the next time.
 The same sources and compiler give the same bytes; SOURCE_DATE_EPOCH dates the files (default: 1980).
+If the checkout changes during the build, this fails, and the folder is as before.
 TEXT
 }
 
@@ -55,6 +56,8 @@ source_tree="$root/build/byteps"
 mkdir -p "$cache" "$out"
 out=$(cd "$out" && pwd)
 work=$(mktemp -d "$root/build/wheel.XXXXXX")
+made="$work/made"
+mkdir "$made"
 trap 'rm -rf "$work"' EXIT
 
 say() { echo "wheel: $*" >&2; }
@@ -85,36 +88,44 @@ configure_for() {
   options+=("${extra[@]}")
 }
 
-# build_key ARCH WHAT: everything that can change the result of building WHAT.
+# sources_key prints two hashes: of the patched BytePS, and of the checkout's other files that are packed.
+sources_key() {
+  PYTHONPATH="$root" "$venv/bin/python" -B -S -m scripts.patchset tree-key byteps
+  (cd "$root" && git ls-files -z --cached --others --exclude-standard -- Megatron-LM integrations patches upstream.lock \
+    pyproject.toml README.md LICENSE NOTICE scripts/build_backend.py scripts/lib/launch.sh \
+    scripts/{scheduler,server,status,worker}.sh deploy/systemd locks/base.lock |
+    LC_ALL=C sort -z | xargs -0 sha256sum 2>/dev/null | sha256sum | cut -c -32)
+}
+
+# demand_same_sources exits if the checkout is another one than at the start.
+demand_same_sources() {
+  [[ $(sources_key) != "$sources" ]] || return 0
+  echo "error: the checkout changed while it was built, so nothing is kept. Run scripts/wheel.sh again, or build in" \
+    "a clone that nobody edits" >&2
+  exit 1
+}
+
+# build_key ARCH WHAT SOURCES: everything that can change the result of building WHAT.
 build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
   {
-    PYTHONPATH="$root" "$venv/bin/python" -B -S -m scripts.patchset tree-key byteps
     "$compiler" --version | head -n 1
     echo "$* $sodium $SOURCE_DATE_EPOCH ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel
   } | sha256sum | cut -c -32
 }
 
-# wheel_key: all files of the checkout in the wheel, without the tree.
-wheel_key() {
-  (cd "$root" && git ls-files -z --cached --others --exclude-standard -- Megatron-LM integrations patches upstream.lock \
-    pyproject.toml README.md LICENSE NOTICE scripts/build_backend.py locks/base.lock |
-    LC_ALL=C sort -z | xargs -0 sha256sum 2>/dev/null | sha256sum | cut -c -32)
-}
-
 # build_sdist: writes the source distribution.
 build_sdist() {
   long "the source distribution" "$venv/bin/python" -c \
-    'import sys, scripts.build_backend as backend; backend.build_sdist(sys.argv[1])' "$out" || exit 1
-  say "$out/megatron_byteps-$version.tar.gz"
+    'import sys, scripts.build_backend as backend; backend.build_sdist(sys.argv[1])' "$made" || exit 1
 }
 
 # build_wheel ARCH: prints the path of the wheel for other machines.
 build_wheel() {
   local kept
-  kept="$cache/ship/$(build_key "$1" "wheel $(wheel_key)")"
+  kept="$cache/ship/$(build_key "$1" wheel "$sources")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
     # The wheel is named after its target machine: Python looks for nothing else.
     PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]}")" \
@@ -123,6 +134,7 @@ build_wheel() {
       --wheel-dir "$work/$1" "$root" || exit 1
     long "auditwheel for $1" \
       auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl || exit 1
+    demand_same_sources
     keep "$work/$1/fit" "$kept"
   fi
   echo "$kept"/*.whl
@@ -131,7 +143,7 @@ build_wheel() {
 # build_server ARCH: prints the path of the server alone.
 build_server() {
   local kept build
-  kept="$cache/servers/$(build_key "$1" server)"
+  kept="$cache/servers/$(build_key "$1" server "${sources%%$'\n'*}")"
   build="$root/build/cmake-ship-server-$1"
   # Another test or a fresh checkout need not build it again.
   if [[ ! -x $kept/byteps-server ]]; then
@@ -141,6 +153,7 @@ build_server() {
         "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
       long "installing for $1" "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$1" ||
       exit 1
+    demand_same_sources
     keep "$work/prefix-$1/bin" "$kept"
   fi
   echo "$kept/byteps-server"
@@ -160,13 +173,13 @@ pack_server() {
   cp "$sodium"/libsodium-*/LICENSE "$folder/LICENSE.libsodium"
   tar -C "$work" --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
     --mtime="@$SOURCE_DATE_EPOCH" \
-    -c "$name" | gzip -n >"$out/$name.tar.gz"
-  say "$out/$name.tar.gz, $(du -h "$out/$name.tar.gz" | cut -f 1)"
+    -c "$name" | gzip -n >"$made/$name.tar.gz"
 }
 
 sodium=$(sodium_source "$cache")
 fetch_sodium_source "$sodium"
 version=$(sed -n 's/^version = "\([^"]*\)".*/\1/p' "$root/pyproject.toml" | head -n 1)
+sources=$(sources_key)
 if ! ((server_only)); then
   install_ship_tools "$root"
   cd "$root"
@@ -185,8 +198,12 @@ for arch in "${architectures[@]}"; do
     "$venv/bin/python" -m zipfile -e "$wheel" "$work/unpacked-$arch"
     executable=$(echo "$work/unpacked-$arch"/*.data/scripts/byteps-server)
     chmod +x "$executable"
-    cp "$wheel" "$out/"
-    say "$out/$(basename "$wheel"), $(du -h "$wheel" | cut -f 1)"
+    cp "$wheel" "$made/"
   fi
   pack_server "$arch" "$executable"
+done
+demand_same_sources
+for file in "$made"/*; do
+  mv "$file" "$out/"
+  say "$out/${file##*/}, $(du -h "$out/${file##*/}" | cut -f 1)"
 done

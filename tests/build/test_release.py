@@ -130,6 +130,39 @@ def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
     subprocess.run([unpacked / "scripts/apply_patches.sh"], check=True, timeout=600)
 
 
+CMAKE = """#!/bin/sh
+case "$1" in
+  --build) {edit} ;;
+  --install) mkdir -p "$5/bin"; cp /bin/true "$5/bin/byteps-server" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("edit", ["", "echo edited >>README.md"])
+def test_a_checkout_that_changes_is_not_built_of_two_commits(tmp_path: Path, edit: str) -> None:
+    root, venv = tmp_path / "root", tmp_path / "root/build/venv/bin"
+    subprocess.run(["git", "clone", "--quiet", ROOT, root], check=True)
+    venv.mkdir(parents=True)
+    (venv / "python").symlink_to(ROOT / "build/venv/bin/python")
+    (venv / "cmake").write_text(CMAKE.format(edit=edit or ":"))
+    (venv / "cmake").chmod(0o755)
+    (root / "build/byteps").symlink_to(ROOT / "build/byteps")
+    (tmp_path / "cache").mkdir()
+    for sources in CACHE.glob("libsodium-*"):
+        (tmp_path / "cache" / sources.name).symlink_to(sources)
+    words = ("--server-only", "--arch", platform.machine(), "--out", tmp_path / "out")
+    env = {**os.environ, "MEGATRON_BYTEPS_CACHE": str(tmp_path / "cache")}
+    done = captured([root / "scripts/wheel.sh", *words], 300, env=env, cwd=root)
+    made = [path.name for path in (tmp_path / "out").iterdir()]
+    kept = [*tmp_path.glob("cache/servers/*/byteps-server")]
+    if edit:
+        assert "error: the checkout changed while it was built" in done.stderr
+        assert (done.returncode, made, kept) == (1, [], [])
+    else:
+        assert done.returncode == 0, done.stderr
+        assert (len(made), len(kept)) == (1, 1)
+
+
 # The locks have the packages that the extras require.
 
 
