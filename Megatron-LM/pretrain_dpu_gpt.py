@@ -40,11 +40,20 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, get_timers, pretrain, print_rank_0, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import (
+    argument_utils,
+    get_args,
+    get_timers,
+    pretrain,
+    print_rank_0,
+    training,
+)
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+# Megatron 0.18 has no such function.
+gpt_config_from_args: Any = getattr(argument_utils, "gpt_config_from_args", None)
 BYTE_VOCABULARY = 257
 """Vocabulary of byte-level data: 256 byte values and the end-of-document token."""
 
@@ -263,24 +272,46 @@ def add_arguments(parser: ArgumentParser, model: Any | None = None) -> ArgumentP
     return parser
 
 
-def main() -> None:
-    model = hugging_face_model(sys.argv[1:])
-    args = parse_and_validate_args(extra_args_provider=partial(add_arguments, model=model))
+def train(args: Any, model: Any | None, recorder: StepRecorder | None) -> None:
+    """Train a GPT model by Megatron's `pretrain`."""
+    if gpt_config_from_args is None:
+        return train_by_0_18(args, model, recorder)
     model_config = gpt_config_from_args(args)
     if model is not None:
         model.check(args)
         model.attach(model_config)
+    if recorder is not None:
+        model_config.post_wrap_hooks.append(recorder.watch_models)
+    config = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def train_by_0_18(args: Any, model: Any | None, recorder: StepRecorder | None) -> None:
+    """Train with Megatron 0.18, where files beside this one build the model."""
+    from gpt_builders import gpt_builder  # type: ignore[import-not-found]
+    from model_provider import model_provider  # type: ignore[import-not-found]
+
+    if model is not None:
+        raise ValueError("--hf-model and --lora need Megatron 0.19 or later")
+
+    def build(*arguments: Any, **more: Any) -> torch.nn.Module:
+        made: torch.nn.Module = model_provider(gpt_builder, *arguments, **more)
+        if recorder is not None:
+            recorder.watch_models([made])
+        return made
+
+    config = pretrain_cfg_container_from_args(args)
+    pretrain(config, datasets_provider, build, ModelType.encoder_or_decoder, forward_step)
+
+
+def main() -> None:
+    model = hugging_face_model(sys.argv[1:])
+    args = parse_and_validate_args(extra_args_provider=partial(add_arguments, model=model))
     recorder = None
     if args.record_steps is not None:
         recorder = StepRecorder(args.record_steps)
         recorder.watch_steps()
-        model_config.post_wrap_hooks.append(recorder.watch_models)
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    train(args, model, recorder)
     if recorder is not None:
         recorder.finish()
     if model is not None:

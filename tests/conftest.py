@@ -57,16 +57,14 @@ def _can_switch() -> bool:
     return subprocess.run(command, cwd=folder, timeout=100, check=False).returncode == 0
 
 
-def _has_megatron_main() -> bool:
-    """Tell whether a checkout of Megatron's main branch is named or fetched; tests use no
+def _has_checkout(name: str) -> bool:
+    """Tell whether a checkout with this upstream's commit is named or fetched; tests use no
     network."""
     from byteps.patching.series import load_lock
 
     from scripts.patchkit.tree import cache_root
 
-    (upstream,) = (
-        each for each in load_lock(Path(__file__).parents[1]) if each.name == "megatron-main"
-    )
+    (upstream,) = (each for each in load_lock(Path(__file__).parents[1]) if each.name == name)
     cached = cache_root() / "checkouts" / upstream.commit
     return bool(os.environ.get(upstream.variable)) or cached.is_dir()
 
@@ -86,7 +84,8 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
         for program in ("slurmctld", "slurmd", "srun", "munged")
     ),
-    "megatron-main": _has_megatron_main,
+    "megatron-main": lambda: _has_checkout("megatron-main"),
+    "megatron-0.18": lambda: _has_checkout("megatron-0.18"),
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
     "tap": lambda: _has("ip") and _can_switch(),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),

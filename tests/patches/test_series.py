@@ -211,32 +211,38 @@ def test_hooks_that_patches_call_are_there() -> None:
     assert [each for each in sorted(called) if each[1] not in names_of_package] == []
 
 
-# ----------------------------------------------------------------- Megatron's main branch
+# ----------------------------------------------------------------- Megatron's other versions
 
 
 MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
 LIMIT_S = 500.0
 
 
-@pytest.fixture(scope="module")
-def main_branch() -> Upstream:
-    (upstream,) = (each for each in load_lock(REPOSITORY) if each.name == "megatron-main")
-    return upstream
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, id=each.name, marks=pytest.mark.requires(each.name))
+        for each in load_lock(REPOSITORY)
+        if each.commit
+    ],
+)
+def other_version(request: pytest.FixtureRequest) -> Upstream:
+    """An upstream of which no build is made: the main branch, or an older release."""
+    return request.param
 
 
 @pytest.mark.thorough
-@pytest.mark.requires("megatron-main")
-def test_series_applies_and_survives_the_round_trip() -> None:
-    result = run_script("apply", "--check", "--only", "megatron-main")
+def test_series_applies_and_survives_the_round_trip(other_version: Upstream) -> None:
+    result = run_script("apply", "--check", "--only", other_version.name)
     assert result.status == 0, result.output
     assert "patches apply exactly and export unchanged" in result.output
 
 
 @pytest.fixture(scope="module")
-def checkout(main_branch: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(other_version: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout as users have it, patched, with the part for CPUs."""
     folder = tmp_path_factory.mktemp("checkout") / "Megatron-LM"
-    unpack(main_branch, folder)
+    unpack(other_version, folder)
     before = contents(folder)
     target = ["apply", "--target", str(folder)]
     # Apply, undo, and apply again.
@@ -246,19 +252,17 @@ def checkout(main_branch: Upstream, tmp_path_factory: pytest.TempPathFactory) ->
         assert "warning" not in result.output
         if options == ["--reverse"]:
             assert contents(folder) == before
-    assert f"series for {main_branch.label}: " in result.output
+    assert f"series for {other_version.label}: " in result.output
     return folder
 
 
 @pytest.mark.thorough
-@pytest.mark.requires("megatron-main")
 def test_sums_are_the_same_to_the_last_bit(checkout: Path, run_dir: Path) -> None:
     output = _train(checkout, run_dir)
     assert "largest difference of the loss over 6 steps: 0.0; final parameters: the same" in output
 
 
 @pytest.mark.thorough
-@pytest.mark.requires("megatron-main")
 def test_servers_that_keep_the_optimizer_update_alike(checkout: Path, run_dir: Path) -> None:
     """scripts/train.py compares the losses with the distributed optimizer's."""
     output = _train(checkout, run_dir, "--optimizer", "servers")

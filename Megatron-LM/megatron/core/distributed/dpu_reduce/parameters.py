@@ -312,30 +312,26 @@ class Parallelism:
     def groups(self, kind: str) -> list[list[int]]:
         """Return the ranks of each data-parallel group (including context parallelism) of dense or
         expert gradients."""
-        from ...parallel_state import RankGenerator, _inject_gtp_remat_axis
+        from ... import parallel_state
 
+        is_dense = kind == "dense"
+        shards = self.weight_shards if is_dense else self.expert_weight_shards
         order = "tp-cp-ep-dp-pp" if self.pipeline_last else "tp-cp-ep-pp-dp"
-        if kind == "dense":
-            made = RankGenerator(
-                tp=self.tensor,
-                ep=1,
-                dp=self.world // self._dense,
-                pp=self.pipeline,
-                cp=self.context,
-                order=_inject_gtp_remat_axis(order, after="tp"),
-                gtp_remat=self.weight_shards,
-            )
-            return [list(ranks) for ranks in made.get_ranks("dp-cp")]
-        made = RankGenerator(
-            tp=self.tensor if self.expert_tensor is None else self.expert_tensor,
-            ep=self.expert,
-            dp=self.world // self._sparse,
+        sharded: dict[str, int] = {}
+        # Megatron 0.18 has no sharded weights.
+        if hasattr(parallel_state, "_inject_gtp_remat_axis"):
+            order = parallel_state._inject_gtp_remat_axis(order, after="tp" if is_dense else "ep")
+            sharded["gtp_remat"] = shards
+        made = parallel_state.RankGenerator(
+            tp=self.tensor if is_dense or self.expert_tensor is None else self.expert_tensor,
+            ep=1 if is_dense else self.expert,
+            dp=self.world // (self._dense if is_dense else self._sparse),
             pp=self.pipeline,
-            cp=1,
-            order=_inject_gtp_remat_axis(order, after="ep"),
-            gtp_remat=self.expert_weight_shards,
+            cp=self.context if is_dense else 1,
+            order=order,
+            **sharded,
         )
-        return [list(ranks) for ranks in made.get_ranks("dp")]
+        return [list(ranks) for ranks in made.get_ranks("dp-cp" if is_dense else "dp")]
 
     @property
     def has_expert_groups(self) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRAD_NORM_GROUPS
+from ...optimizer import optimizer as megatron_optimizer
 from ...utils import log_single_rank
 from . import bytepslib, job
 from .sums import GradSyncHandle
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
     from .bucket_op import BucketOp, Kept
+
+# Megatron 0.18 has a single norm.
+GRAD_NORM_GROUP_ATTR: str = getattr(megatron_optimizer, "GRAD_NORM_GROUP_ATTR", "grad_norm_group")
+SEPARATE_GRAD_NORM_GROUPS: tuple[str, ...] = getattr(
+    megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()
+)
 
 
 class _Quantized:
@@ -61,11 +67,20 @@ def codecs_of(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Quantiz
     """Return codecs for those of the parameters that are quantized.
 
     Raises:
-        ValueError: a parameter is a group of parameters, which has no values of its own.
+        ValueError: a parameter is a group of parameters, which has no values of its own; or
+            Megatron is too old to quantize a parameter from outside.
     """
-    from ...fp8_utils import is_grouped_tensor_with_quantized_storage
-    from ..param_and_grad_buffer import _param_uses_quantized_storage
+    from ...fp8_utils import is_float8tensor
 
+    try:
+        from ...fp8_utils import is_grouped_tensor_with_quantized_storage
+        from ..param_and_grad_buffer import _param_uses_quantized_storage
+    except ImportError:
+        if any(map(is_float8tensor, parameters)):
+            raise ValueError(
+                "--dpu-optimizer with parameters of fp8 or fp4 needs Megatron 0.19 or later"
+            ) from None
+        return {}
     codecs = {}
     for parameter in parameters:
         if is_grouped_tensor_with_quantized_storage(parameter):

@@ -16,11 +16,11 @@ import torch
 
 from ...optimizer import _get_megatron_emerging_optimizer, _get_param_groups
 from ...optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from ...optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, _get_param_grad_norm_group
+from ...optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from ...process_groups_config import ProcessGroupCollection
 from .refusal import OF_MATRICES
 from .refusals import validate_optimizer_config
-from .server_buckets import Norms
+from .server_buckets import GRAD_NORM_GROUP_ATTR, Norms
 from .server_optimizer import ServerOptimizer
 from .summed_later import stays
 
@@ -110,7 +110,8 @@ class RanksPart:
         limit = self.config.clip_grad
         by_norm: dict[str | None, list[torch.nn.Parameter]] = {}
         for parameter in self.optimizer.get_parameters():
-            by_norm.setdefault(_get_param_grad_norm_group(parameter), []).append(parameter)
+            name = getattr(parameter, GRAD_NORM_GROUP_ATTR, None)
+            by_norm.setdefault(name, []).append(parameter)
         for name, parameters in by_norm.items():
             if limit > 0.0:
                 norm = norms.main if name is None else norms.own[name]

@@ -17,6 +17,7 @@ when its forward pass begins, as with Megatron's distributed optimizer. See :mod
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -221,8 +222,11 @@ class ServerOptimizer(MegatronOptimizer):
 
     def _counts(self, parameter: torch.Tensor) -> bool:
         """Return whether Megatron's norm counts this rank's copy of a parameter."""
+        groups = {"tp_group": self.tp_group, "expert_tp_group": self.expert_tp_group}
+        # Megatron 0.18 asks the dense group for experts, too.
+        asked = inspect.signature(param_is_not_tensor_parallel_duplicate).parameters
         return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-            parameter, tp_group=self.tp_group, expert_tp_group=self.expert_tp_group
+            parameter, **{name: group for name, group in groups.items() if name in asked}
         )
 
     # ------------------------------------------------------------------- a step

@@ -155,7 +155,7 @@ def apart(
         config: config of the model.
     """
     # Imported here because the optimizers import this package.
-    from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR
+    from .server_buckets import GRAD_NORM_GROUP_ATTR
 
     later = SummedLater(config, ddp.tp_group, ddp.pp_group)
     overlaps = ddp.ddp_config.overlap_grad_reduce and not later.are_all
