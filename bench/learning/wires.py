@@ -99,7 +99,9 @@ class Hosts:
             self._lost_down = torch.zeros(few, dtype=torch.bfloat16, device=device)
         if has_blocks:
             if few % BLOCK:
-                raise ValueError(f"{few} values that travel in few bits are no whole blocks")
+                raise ValueError(
+                    f"{few} values sent in few bits are not a multiple of a block of {BLOCK}"
+                )
             self._blocks = FORMS[recipe.up].empty(self.hosts * few, device)
             self._down = FORMS[recipe.down].empty(few, device)
             self._values = torch.empty(self.hosts, few, device=device)

@@ -319,7 +319,9 @@ class Runner:
         # Actors lost in the job before are still being replaced.
         actors = self._settings.ranks + self._settings.spares
         if not self.pool.wait_warm(actors, self._settings.limits.warm):
-            raise RuntimeError("the pool's actors do not become warm")
+            raise RuntimeError(
+                f"the pool has no {actors} warm actors after {self._settings.limits.warm:g} s"
+            )
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()

@@ -387,7 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.optimizer == "servers" and options.program != "megatron":
             raise ValueError("--optimizer servers is Megatron's (--for megatron)")
         if options.backup and options.optimizer != "servers":
-            raise ValueError("copies are of optimizer state on the servers (--optimizer servers)")
+            raise ValueError(
+                "--backup copies the optimizer state on the servers: it needs --optimizer servers"
+            )
         training = training_of(
             options.parameters, options.hosts, options.gpus, options.optimizer,
             options.gradients, options.wire, PROGRAMS[options.program],

@@ -184,7 +184,7 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         elif path.name == f"{release.name}-checkout.tar.gz":
             materials.add(file, [*trees.values(), *groups.values()])
         else:
-            raise ReleaseError(f"{path}: not known what is in it")
+            raise ReleaseError(f"{path}: no rule here says what the file holds")
     return materials
 
 

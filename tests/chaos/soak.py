@@ -156,7 +156,7 @@ class Soak(Job):
                 self._trains_since = time.monotonic()
             elif time.monotonic() - self._life_begun > START_S:
                 tail = last_lines(self._processes[RANKS].log, 40)
-                raise RuntimeError(f"life {self._expected_life} does not train:\n{tail}")
+                raise RuntimeError(f"generation {self._expected_life} does not train:\n{tail}")
             return None
         return time.monotonic() - self._trains_since
 

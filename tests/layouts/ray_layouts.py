@@ -96,7 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             try:
                 if not pool.wait_warm(ranks, settings.limits.warm):
-                    raise JobError("the pool's actors do not become warm")
+                    raise JobError(
+                        f"the pool has no {ranks} warm actors after {settings.limits.warm:g} s"
+                    )
                 return run_table(
                     "ray-layouts",
                     cells,

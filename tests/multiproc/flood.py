@@ -127,7 +127,7 @@ def receive(stranger: socket.socket, count: int) -> bytes:
     """Receive `count` bytes; raises TooLate if the other side closes earlier."""
     said = stranger.recv(count, socket.MSG_WAITALL)
     if len(said) < count:
-        raise TooLate(f"{len(said)} of {count} bytes came")
+        raise TooLate(f"the connection closed after {len(said)} of {count} bytes")
     return said
 
 

@@ -106,14 +106,14 @@ class Scripted:
             if len(instances) == number:
                 return instances
             if time.monotonic() > deadline:
-                raise Late(f"{len(instances)} of {number} servers after {START_S:g} s")
+                raise Late(f"{len(instances)} of {number} servers run after {START_S:g} s")
             time.sleep(0.02)
 
     def demand_no_process(self) -> None:
         deadline = time.monotonic() + END_S
         while left := processes_with(MARK, self.mark):
             if time.monotonic() > deadline:
-                raise Late(f"still there after {END_S:g} s: {left}")
+                raise Late(f"processes still run after {END_S:g} s: {left}")
             time.sleep(0.05)
 
     def close(self) -> None:

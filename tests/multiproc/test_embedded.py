@@ -112,7 +112,7 @@ class Started:
         deadline = time.monotonic() + timeout_s
         while left := self.processes():
             if time.monotonic() > deadline:
-                raise Late(f"still there after {timeout_s:g} s: {left}")
+                raise Late(f"processes still run after {timeout_s:g} s: {left}")
             time.sleep(0.05)
 
     def demand_nothing_left(self) -> None:

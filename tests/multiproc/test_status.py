@@ -61,7 +61,9 @@ def wait_for(port: int, holds: Callable[[dict[str, Any]], bool]) -> dict[str, An
         if holds(status):
             return status
         time.sleep(0.05)
-    raise AssertionError(f"no status was as wanted; the last: {json.dumps(status, indent=1)}")
+    raise AssertionError(
+        f"the awaited status did not come; the last one was {json.dumps(status, indent=1)}"
+    )
 
 
 def make(make_cluster: Callable[..., Cluster], **env: str) -> tuple[Cluster, int]:

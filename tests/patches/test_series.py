@@ -124,7 +124,7 @@ def test_form_is_checked_without_the_upstream(two_series: Project, newest: Path)
         ("second: hook too", "second: hook three", "would be exported as 0101-second-hook-three"),
         ("second: hook too", "Second hook too", "the subject must read"),
         ("\n---\n", "\nPart: gpu\n---\n", "says Part: gpu"),
-        ("@@ -1,2 +1,2 @@", "@@ -1,2 +1,3 @@", "has not as many lines as it says"),
+        ("@@ -1,2 +1,2 @@", "@@ -1,2 +1,3 @@", "has more or fewer lines than its header says"),
         ("b/trainer/second.py", "b/trainer/extra/hook.py", "is an overlay file"),
     ],
 )

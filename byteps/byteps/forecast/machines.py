@@ -85,8 +85,8 @@ class Machines:
         ):  # fmt: skip
             if not number > OTHER_CORES:
                 raise ValueError(
-                    f"{cores_text(number)} of a {whose}: there must be more than {OTHER_CORES}, "
-                    "which is for all else than moving and adding bytes"
+                    f"{cores_text(number)} of a {whose} are too few: {OTHER_CORES} do other work "
+                    "than to move and add bytes, so give more than that"
                 )
         if self.backup and self.transport != "tcp":
             raise ValueError("copies of the servers' state travel over TCP only")

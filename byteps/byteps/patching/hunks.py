@@ -85,7 +85,8 @@ def read_patch(patch: Path) -> dict[str, list[Hunk]]:
             files[path].append(Hunk(line=first, line_after=first_after, before=before, after=after))
             if [len(before), len(after)] != wanted:
                 raise PatchError(
-                    f"{patch}: hunk {len(files[path])} of {path} has not as many lines as it says"
+                    f"{patch}: hunk {len(files[path])} of {path} has more or fewer lines than its "
+                    "header says"
                 )
     return files
 

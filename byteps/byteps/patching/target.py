@@ -176,8 +176,8 @@ class Target:
         if not record:
             if self.version and self._applied_elsewhere():
                 raise PatchError(
-                    f"{self.root} has the patches, but not the originals: it is a copy of what was "
-                    "patched. Undo them where they were applied, or with git"
+                    f"{self.root} has the patches, but not the original files: it is a copy of a "
+                    "patched folder. Undo the patches in that folder, or with git"
                 )
             return say(f"{self.root}: not applied, nothing to undo")
         states = self.states(record)

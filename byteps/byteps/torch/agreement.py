@@ -55,5 +55,6 @@ def _raise_difference(kind: str, description: Sequence[str]) -> None:
             what = f"number {place} is {here} here, {there} on rank 0"
             break
     raise session.BytePSError(
-        f"ranks make different {kind}s: {what}. All ranks make the same ones, in the same order"
+        f"ranks make different {kind}s: {what}. All ranks must make the same {kind}s in the same "
+        "order"
     )

@@ -73,6 +73,7 @@ class Arrivals:
     def _demand_job(self) -> None:
         if self.are_lost:
             raise BytePSError(
-                "the job was left while parameters of the last step were in flight: the model has "
-                "those of two steps. Load a checkpoint"
+                "the job was left while parameters of the last step were in flight: some of the "
+                "model's parameters are from before that step, others from after it. Load a "
+                "checkpoint"
             )

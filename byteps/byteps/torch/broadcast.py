@@ -132,8 +132,8 @@ def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
     roots, squares, length = first[:3].tolist()
     if (roots, squares) != (root_rank * ops.size(), root_rank**2 * ops.size()):
         raise BytePSError(
-            f"ranks name different roots of a broadcast of {name!r}, this one {root_rank}: pass "
-            "the same root_rank on all of them"
+            f"ranks give different root_rank to the broadcast of {name!r}, this rank {root_rank}: "
+            "pass the same root_rank on all ranks"
         )
     received = torch.empty(length, dtype=torch.uint8)
     place = min(length, len(beginning))

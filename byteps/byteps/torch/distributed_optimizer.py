@@ -158,9 +158,9 @@ class _Averaged:
                 if parameter.requires_grad and id(parameter) not in self._covered:
                     can_cover(f"group{number}.{index}", parameter)
                     raise ValueError(
-                        f"parameter {index} of group {number} was put into the group by hand, so "
-                        "that nobody averages its gradient: call optimizer.add_param_group() on "
-                        "all ranks"
+                        f"parameter {index} of group {number} was not added by "
+                        "optimizer.add_param_group(), so its gradient is not averaged: call that "
+                        "on all ranks"
                     )
 
     def average_pending(self) -> None:

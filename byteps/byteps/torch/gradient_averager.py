@@ -163,8 +163,9 @@ class GradientAverager:
         for index in self._in_flight:
             raise session.BytePSError(
                 f"the gradient of {self._covered[index].name!r} was sent, and its backward pass "
-                "has not ended: it raised, or this is called inside it. What other ranks have "
-                "received cannot be taken back: end the job, and go on from a checkpoint"
+                "has not ended. Either the pass raised an exception, or this call is made inside "
+                "the pass. Other ranks may have received the gradient: end the job, and go on "
+                "from a checkpoint"
             )
 
     def describe(self) -> list[str]:
@@ -194,10 +195,10 @@ class GradientAverager:
             rejoin()
         if index in self._in_flight:
             raise session.BytePSError(
-                f"the gradient of {self._covered[index].name!r} was computed again while it is "
-                "being averaged: the backward pass before this one raised, so that the job must "
-                "go on from a checkpoint; or the parameter is used inside and outside of a "
-                "checkpoint(..., use_reentrant=True), which must be use_reentrant=False"
+                f"the gradient of {self._covered[index].name!r} was computed again while it was "
+                "being averaged. If the last backward pass raised an exception, restart the job "
+                "from a checkpoint. If the parameter is used inside and outside of "
+                "checkpoint(..., use_reentrant=True), pass use_reentrant=False"
             )
         _call_at_end(self)
         self._new.add(index)
@@ -250,7 +251,7 @@ class GradientAverager:
             if sent.parameter.grad is not sent.before:
                 raise session.BytePSError(
                     f"the gradient of {self._covered[index].name!r} was replaced in the backward "
-                    "pass, while it was being averaged: do that after the pass"
+                    "pass, while it was being averaged: replace it after the pass"
                 )
             if sent.rows is not None:
                 sent.parameter.grad = _in_rows(sent.average, sent.rows)
@@ -265,8 +266,8 @@ class GradientAverager:
         parameter = self._covered[index].parameter()
         if parameter is None:
             raise session.BytePSError(
-                f"parameter {self._covered[index].name!r} was deleted on this rank, and others "
-                "have computed its gradient"
+                f"parameter {self._covered[index].name!r} was deleted on this rank, but other "
+                "ranks have sent its gradient"
             )
         return parameter
 

@@ -257,7 +257,7 @@ def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: 
     except meeting.AbsentError as error:
         absent = [ranks[member] for member in error.members]
         raise RuntimeError(
-            f"ranks {absent} of this host did not come to sum with ranks {list(ranks)} within "
+            f"ranks {absent} of this host did not call the reduction of ranks {list(ranks)} within "
             f"{seconds:g} s (BYTEPS_OP_TIMEOUT_S)"
         ) from None
     own = dist.PrefixStore(prefix, store)

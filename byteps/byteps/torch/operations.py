@@ -402,7 +402,7 @@ def synchronize(handle: int) -> torch.Tensor:
     operation = in_flight.sums.get(handle)
     if operation is None:
         c_lib.wait(handle, 0)  # Raises if there is no such handle.
-        raise ValueError(f"handle {handle} is of no tensor")
+        raise ValueError(f"handle {handle} belongs to no tensor")
     device = operation.received.device
     with Wait("byteps.wait " + operation.name, device):
         try:

@@ -237,8 +237,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._demand_usable()
         if grad_scaler is None and getattr(self, "found_inf", None) is not None:
             raise BytePSError(
-                f"'{self._name}': this torch's GradScaler does not pass itself to step(), without "
-                "which ranks cannot agree on a scale: scale the loss by a fixed factor, or use bf16"
+                f"'{self._name}': this torch's GradScaler does not pass itself to step(), so ranks "
+                "cannot agree on a scale. Scale the loss by a fixed factor, or use bf16"
             )
         loss = None
         if closure is not None:
@@ -271,9 +271,9 @@ class ServerOptimizer(torch.optim.Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and parameter.numel() and parameter not in self._indices:
                     raise ValueError(
-                        f"'{self._name}': parameter {index} of group {number} needs a gradient, "
-                        "and needed none when this optimizer was made, so that servers do not "
-                        "update it: close() this one, and make another one of all parameters"
+                        f"'{self._name}': parameter {index} of group {number} needs a gradient "
+                        "now, but not when this optimizer was made, so servers do not update it: "
+                        "close() this optimizer, and make another one of all parameters"
                     )
 
     def _demand_usable(self) -> None:

@@ -332,8 +332,8 @@ class Feedback:
         if loaded is not None:
             if loaded.numel() != numel:
                 raise ValueError(
-                    f"the feedback that was loaded for {name!r} is of {loaded.numel()} values, the "
-                    f"tensor of {numel}"
+                    f"the feedback loaded for {name!r} has {loaded.numel()} values, but the tensor "
+                    f"has {numel}"
                 )
             # A copy, because losses change with each sum.
             values = loaded.to(device=device, dtype=torch.bfloat16, copy=True)

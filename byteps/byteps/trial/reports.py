@@ -131,4 +131,4 @@ def ask(
         if line:
             return dict(json.loads(line))
         failures.append(f"{host}: another process listens there")
-    raise OSError(f"nobody of this trial answers at port {port}: {'; '.join(failures)}")
+    raise OSError(f"no process of this trial answers at port {port}: {'; '.join(failures)}")

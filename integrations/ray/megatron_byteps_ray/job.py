@@ -154,7 +154,7 @@ class Job:
                     self._emit("done", incarnations=self._incarnation + 1)
                     return
                 if self._is_over():
-                    raise JobError(f"it is over, and this failed before: {failure}")
+                    raise JobError(f"the job is over, and this was its last failure: {failure}")
                 self._after(failure, slots, steps)
         finally:
             self._servers.stop()

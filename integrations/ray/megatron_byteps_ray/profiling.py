@@ -66,7 +66,7 @@ def read(file: Path) -> dict[str, Any]:
         text = gzip.decompress(raw) if file.suffix == ".gz" else raw
         trace = json.loads(text)
         if not all(isinstance(event, dict) for event in trace["traceEvents"]):
-            raise TypeError("its events are no objects")
+            raise TypeError("traceEvents are not JSON objects")
     except (ValueError, KeyError, TypeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{file} is no timeline of BytePS or torch: {error!r}") from error
     return trace

@@ -190,9 +190,9 @@ class RankActor:
         """Start the rank; see ``fork_server``."""
         with self._changed:
             if self._running:
-                raise RuntimeError("this actor's rank runs already")
+                raise RuntimeError("this actor already runs a rank")
             if self._broken:
-                raise RuntimeError(f"no rank can be made here: {self._broken}")
+                raise RuntimeError(f"this actor can start no rank: {self._broken}")
             self._log = Path(order["log"])
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._running, self._status, self._pid = True, None, 0

@@ -41,7 +41,9 @@ def wait_for(socket: Any, event: int, receiving: Any) -> None:
             ) from error
         returned_at = returned_at or time.monotonic()
         if time.monotonic() - returned_at > _LATE_S:
-            raise WeightUpdateError("vLLM took the weights of training, and did not say so")
+            raise WeightUpdateError(
+                "vLLM's call to load the weights returned, but no confirmation of them came"
+            )
 
 
 class _Socket:

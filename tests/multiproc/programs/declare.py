@@ -165,7 +165,7 @@ def spread(job: Job) -> None:
         except ValueError as error:
             assert "group of 'x'" in str(error) or "rank" in str(error), str(error)
         else:
-            raise AssertionError("a group of strangers was accepted")
+            raise AssertionError("a group with a rank beyond the job was accepted")
     bps.shutdown()
 
 

@@ -200,7 +200,7 @@ def interrupted(job: Job) -> None:
             except KeyboardInterrupt:
                 job.mark("interrupted")
             else:
-                raise AssertionError("was not interrupted")
+                raise AssertionError("synchronize() was not interrupted")
     with job.check("the sum goes on"):
         demand_sum(job, bps.synchronize(handle), "late", 0, "float32")
     bps.shutdown()

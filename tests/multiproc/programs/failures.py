@@ -382,7 +382,7 @@ def children(job: Job) -> None:
             except bps.BytePSError as error:
                 assert "was forked from a worker" in str(error), (name, error)
             else:
-                raise AssertionError(f"{name} was not refused")
+                raise AssertionError(f"{name} works in a fork of a worker")
         bps.shutdown()
         assert not _sockets(), _sockets()
 

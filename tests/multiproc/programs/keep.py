@@ -38,7 +38,7 @@ def _sum_until_it_fails(rank: int, size: int, name: str, job: Job) -> str:
             return str(error)
         if round_ == 5:
             job.mark("looping")
-    raise AssertionError("nothing failed")
+    raise AssertionError("no sum failed")
 
 
 def again_in_one_process(job: Job) -> None:
@@ -169,7 +169,7 @@ def train(folder: Path, arguments: dict[str, Any]) -> None:
     print(f"attempt {attempt}: rank {rank} ended with loss {loss:.3e}", flush=True)
     bps.shutdown()
     if loss > 1e-3:
-        raise SystemExit(f"it has learnt nothing: {loss}")
+        raise SystemExit(f"the model has learnt nothing: loss {loss}")
 
 
 def torchrun(job: Job) -> None:
@@ -185,7 +185,7 @@ def demand_sum(rank: int, size: int, salt: int) -> None:
         total = bps.push_pull(given, average=False, name="weight")
         want = float(sum(r + salt + round_ for r in range(size)))
         if not (total == want).all():
-            raise SystemExit(f"rank {rank}: {total[0]}, want {want}")
+            raise SystemExit(f"rank {rank}: the sum is {total[0]}, not {want}")
 
 
 def init_over_the_lent_store(rank: int, size: int) -> None:
@@ -213,7 +213,7 @@ def live(rank: int, size: int) -> None:
     group.reduce_scatter(total, torch.arange(3.0 * size) + rank)
     want = size * (torch.arange(3.0) + 3 * rank) + sum(range(size))
     if not (total == want).all():
-        raise SystemExit(f"rank {rank}, life {life}: {total}, want {want}")
+        raise SystemExit(f"rank {rank}, generation {life}: the sum is {total}, not {want}")
     print(f"rank {rank} of life {life}: sums inside the host are right", flush=True)
     if life >= lives - 1:
         return
@@ -243,7 +243,7 @@ def _embedded() -> None:
         if not (total == sum(range(1, size + 1))).all():
             raise SystemExit(f"rank {rank}: wrong large sum {total[0]}")
     if left := {"DMLC_PS_ROOT_URI", "DMLC_NUM_SERVER"} & os.environ.keys():
-        raise SystemExit(f"every child of a rank would see {left}")
+        raise SystemExit(f"bps.init() left {left} in the environment")
     print(
         f"rank {bps.rank()} of {bps.size()}, {bps.num_servers()} servers, sums are right",
         flush=True,

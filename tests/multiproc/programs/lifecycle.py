@@ -163,7 +163,7 @@ def bad_values(job: Job) -> None:
                 assert value in text, f"does not show {value!r}: {text}"
             else:
                 bps.shutdown()
-                raise AssertionError("was accepted")
+                raise AssertionError(f"bps.init() accepted {label}")
         if before is None:
             del os.environ[name]
         else:
@@ -183,7 +183,7 @@ def disagreeing_ranks(job: Job) -> None:
                 assert re.search("RANK|WORLD_SIZE", str(error)), str(error)
             else:
                 bps.shutdown()
-                raise AssertionError("was accepted")
+                raise AssertionError(f"bps.init() accepted {name}={value}")
         del os.environ[name]
         if before is not None:
             os.environ[name] = before

@@ -103,7 +103,7 @@ def _demand_servers(folder: Path, life: int) -> None:
         if roles == ["scheduler", *["server"] * bps.num_servers()]:
             return
         if time.monotonic() > deadline:
-            raise SystemExit(f"life {life}: these run: {roles}")
+            raise SystemExit(f"generation {life}: these processes run: {roles}")
         time.sleep(0.1)
 
 

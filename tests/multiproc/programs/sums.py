@@ -297,7 +297,7 @@ def disjoint(job: Job) -> None:
             except ValueError as error:
                 assert "neighbours, sum" in str(error), str(error)
             else:
-                raise AssertionError("was accepted")
+                raise AssertionError("push_pull accepted another group for the same name")
     others = [rank for rank in everyone if rank != job.rank][:2]
     for label, group, pattern in (
         ("a group without the caller", others, str(job.rank)),
@@ -353,7 +353,7 @@ def mismatch(job: Job) -> None:
             except bps.BytePSError as error:
                 job.note(f"mismatch.{kind}", str(error))
             else:
-                raise AssertionError("no error")
+                raise AssertionError(f"push_pull accepted another {kind}")
         # The memory is returned to the system; nothing may access it any more.
         del given
         with job.check(f"after another {kind} other tensors are still summed"):
@@ -443,4 +443,4 @@ def parts(job: Job) -> None:
             except ValueError as error:
                 assert str(wrong) in str(error)
             else:
-                raise AssertionError("it was taken")
+                raise AssertionError(f"push_pull accepted the range {wrong}")

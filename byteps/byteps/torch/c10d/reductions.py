@@ -138,11 +138,13 @@ def _exchange(
             prefix = meeting.tell(store, "c10d", rank, json.dumps(mine), deadline)
     except meeting.AbsentError as error:
         raise session.BytePSError(
-            f"ranks {error.members} did not come to tell their hosts (BYTEPS_START_TIMEOUT_S)"
+            f"ranks {error.members} did not report their hosts in time (BYTEPS_START_TIMEOUT_S)"
         ) from None
     everything = f"{prefix}/all"
     if not meeting.wait_for(store, [everything], deadline):
-        raise session.BytePSError("ranks did not tell their hosts (BYTEPS_START_TIMEOUT_S)")
+        raise session.BytePSError(
+            "rank 0 did not send the list of hosts in time (BYTEPS_START_TIMEOUT_S)"
+        )
     # The prefix ends with the nonce that rank 0 drew for this exchange.
     return [Told(*one) for one in json.loads(store.get(everything))], prefix.rpartition("/")[2]
 

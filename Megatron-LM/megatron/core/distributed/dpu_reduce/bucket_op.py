@@ -401,8 +401,8 @@ def node_sums(
     mine = owned[layout.host_of(rank)][layout.local_index(rank)]
     if op.owners[mine] != rank:
         raise RuntimeError(
-            f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
-            f"data-parallel group {op.group}"
+            f"--use-dpu-reduce: rank {rank} has the place of shard {mine} in the data-parallel "
+            f"group {op.group}, but the shards' owners are {op.owners}"
         )
     part_bytes = op.wire.nbytes(grads.numel()) // len(layout.on_host_of(rank))
     cut = bytepslib.node_groups.shard_pieces(

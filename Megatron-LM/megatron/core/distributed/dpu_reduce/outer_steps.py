@@ -125,7 +125,7 @@ class OuterSteps:
     def load(self, path: str) -> None:
         state = torch.load(path, weights_only=True)
         if not isinstance(state, dict) or len(state["parts"]) != len(self._parts):
-            raise ValueError("it is of other parameters, or of an older version")
+            raise ValueError("the saved state belongs to other parameters, or to an older version")
         for part, values in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(values)
         self.done = state["done"]

@@ -197,8 +197,8 @@ def _check_deterministic(args: Namespace) -> None:
     ):
         raise ValueError(
             "--use-dpu-reduce with Megatron-FSDP does not work with --deterministic-mode: servers "
-            "add the shards of several instances as they come. Use --dpu-reduce-backend "
-            "collective, or drop one of the two."
+            "add the shards of optimizer instances in the order of their arrival. Use "
+            "--dpu-reduce-backend collective, or drop one of the two."
         )
 
 

@@ -337,6 +337,6 @@ def _compare(model: Sequence[Any]) -> None:
     """
     if not job.replicas_are_alike(model):
         raise RuntimeError(
-            "--use-dpu-reduce: the replicas' parameters or buffers are different though one of "
-            "them was just given another one's: their GPUs or layouts are not alike"
+            "--use-dpu-reduce: a replica that has just joined differs from the replica whose "
+            "parameters and buffers it copied: their GPUs or layouts are not alike"
         )

@@ -98,8 +98,8 @@ def _check_servers(source: object, asked: str) -> None:
     if not getattr(source, "dpu_optimizer_matrices", True):
         raise ValueError(
             f"{asked} --optimizer={getattr(source, 'optimizer', 'muon')}: a replica that comes "
-            "back takes parameters from the servers, and these do not have the matrices that ranks "
-            "update. Use adam or sgd, or drop --dpu-optimizer."
+            "back takes all parameters from the servers, but ranks keep and update the matrices. "
+            "Use adam or sgd, or drop --dpu-optimizer."
         )
 
 

@@ -71,9 +71,9 @@ def save_once(
     missing = lost_samples.take_missing()
     if not job.replicas_are_alike(model):
         raise RuntimeError(
-            "--use-dpu-reduce: the replicas' parameters or buffers have become different, though "
-            "each was given the same sums: their GPUs or layouts are not alike, or one of them has "
-            "changed its model by itself. No checkpoint was saved."
+            "--use-dpu-reduce: the replicas' parameters or buffers differ, although each replica "
+            "was given the same sums. Their GPUs or layouts are not alike, or the program of one "
+            "replica has changed its model. No checkpoint was saved."
         )
     saver = -1
     while saver < 0:
@@ -105,9 +105,9 @@ def demand_written() -> None:
         return
     if not _names(begun.folder, begun.iteration):
         raise RuntimeError(
-            f"--use-dpu-reduce: replica {begun.saver}, which wrote the checkpoint of iteration "
-            f"{begun.iteration} in the background (--async-save), was lost before it was complete: "
-            f"{begun.folder} ends with the one before"
+            f"--use-dpu-reduce: replica {begun.saver} was lost while it wrote the checkpoint of "
+            f"iteration {begun.iteration} in the background (--async-save). The newest complete "
+            f"checkpoint in {begun.folder} is an earlier one"
         )
 
 

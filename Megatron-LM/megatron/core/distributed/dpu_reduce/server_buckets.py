@@ -86,7 +86,8 @@ def codecs_of(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Quantiz
         if is_grouped_tensor_with_quantized_storage(parameter):
             raise ValueError(
                 "--dpu-optimizer does not work with --moe-single-grouped-weight and parameters of "
-                "fp8 or fp4: the weights of all experts are one, which cannot be read as a whole"
+                "fp8 or fp4: the weights of all experts are one tensor, which cannot be read as a "
+                "whole"
             )
         if _param_uses_quantized_storage(parameter):
             codecs[parameter] = _Quantized(parameter)

@@ -332,7 +332,9 @@ def load(
     check_metadata({"distrib_optim_sharding_type": state.get("param_state_sharding_type")})
     steps = {int(g["step"] or 0) for g in state["optimizer"]["param_groups"] if "step" in g}
     if len(steps) > 1:
-        raise ValueError(f"--dpu-optimizer: parameter groups made {sorted(steps)} steps")
+        raise ValueError(
+            f"--dpu-optimizer: parameter groups made different numbers of steps: {sorted(steps)}"
+        )
     for number, bucket in enumerate(buckets):
         if not bucket.is_first:
             continue
