@@ -89,7 +89,7 @@ class Child:
 
         threading.Thread(target=keep, name=f"byteps-{title}", daemon=True).start()
         try:
-            # Ended by the thread, once it has tried to start; deadline: none.
+            # The wait is ended by the thread, once it has tried to start; deadline: none.
             self._process = started.result()
         except OSError as error:
             raise byteps_error(f"cannot start {title} ({command[0]}): {error}") from None
@@ -119,7 +119,7 @@ class Child:
     def _await_end(self, process: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with _endings:
-            # Ended by waitid above: it has ended; deadline: none.
+            # The wait is ended by waitid above: it has ended; deadline: none.
             status = process.wait()
         if status != 0 and not self._is_expected:
             # Not print(): at interpreter exit a daemon thread must not wait for stderr's lock.
@@ -163,7 +163,7 @@ class Child:
         """Wait until the child has ended, at most until `deadline` (a time.monotonic()); return
         whether it has ended."""
         with _endings:
-            # Ended by the end of the child; deadline: the caller's.
+            # The wait is ended by the end of the child; deadline: the caller's.
             return _endings.wait_for(
                 lambda: not self.running, max(0.0, deadline - time.monotonic())
             )
@@ -188,7 +188,8 @@ def port_of(scheduler: Child, file: Path, deadline: float) -> int:
         BytePSError: the scheduler ended, or does not listen by `deadline` (a time.monotonic()).
     """
     while not file.exists():
-        # Ended by the end of the child; deadline: 10 ms, then the loop looks for the file again.
+        # The wait is ended by the end of the child; deadline: 10 ms, then the loop looks for the
+        # file again.
         ended = scheduler.wait(min(deadline, time.monotonic() + 0.01))
         if ended or time.monotonic() >= deadline:
             what = f"ended with status {scheduler.status} before it listened"
@@ -223,5 +224,5 @@ def _wait_all(children: Collection[Child], deadline: float, rest_s: float) -> No
             left = min([deadline, *failures]) - time.monotonic()
             if left <= 0:
                 return
-            # Ended by the end of a child; deadline: the caller's, or of the rest.
+            # The wait is ended by the end of a child; deadline: the caller's, or of the rest.
             _endings.wait(min(left, threading.TIMEOUT_MAX))

@@ -114,7 +114,7 @@ def wait_for(store: Store, keys: list[str], deadline: float) -> bool:
     """
     left = max(0.001, deadline - time.monotonic())
     try:
-        # Ended by the keys; deadline: the caller's.
+        # The wait is ended by the keys; deadline: the caller's.
         store.wait(keys, timedelta(seconds=left))
     except RuntimeError:  # DistStoreError is one
         if time.monotonic() >= deadline - 0.05:

@@ -68,7 +68,7 @@ class Completions:
             return
         c_lib.wake()
         if thread is not threading.current_thread():
-            # Ended by the end of the thread, which was told to stop; deadline: none.
+            # The thread was told to stop, so this wait is ended by its return; deadline: none.
             thread.join()
 
     def forget(self) -> None:

@@ -89,7 +89,7 @@ class Hosts:
             return others - {token for launch, token in self._others if launch == number}
 
         with self._changed:
-            # Ended by messages of all others; deadline: _LIMIT_S.
+            # The wait is ended by messages of all others; deadline: _LIMIT_S.
             self._changed.wait_for(lambda: not missing(), deadline - time.monotonic())
             told = [self._others.get((number, token), "") for token in others]
             problem = failure or next(filter(None, told), "")
@@ -124,7 +124,7 @@ class Hosts:
                     failed and f"{lines}{end}another host: {why}"
                 )
                 self._changed.notify_all()
-                # Ended by the leader's own launch; deadline: _LIMIT_S.
+                # The wait is ended by the leader's own launch; deadline: _LIMIT_S.
                 if not self._changed.wait_for(lambda: number in self._own, 2 * _LIMIT_S):
                     return {"problem": f"launch {number} has not ended on rank 0's host"}
                 return {"problem": self._own[number]}

@@ -153,17 +153,17 @@ class Meter:
         whole = f"byteps/trial/{self._settings.number}/all"
         store.set(keys[rank], json.dumps(own))
         if rank == 0:
-            # Ended by the last step of all ranks; deadline: _LIMIT_S.
+            # The wait is ended by the last step of all ranks; deadline: _LIMIT_S.
             store.wait(keys, limit)
             told = [json.loads(text) for text in store.multi_get(keys)]
             store.set(whole, json.dumps(self._summary(told, dist.get_backend(), store)))
-        # Ended by rank 0; deadline: _LIMIT_S.
+        # The wait is ended by rank 0; deadline: _LIMIT_S.
         store.wait([whole], limit)
         summary = json.loads(store.get(whole))
         left = [f"{key}/left" for key in keys]
         store.set(left[rank], "")
         if rank == 0:  # its process may be the store
-            # Ended by all ranks, once they have read the summary; deadline: _LIMIT_S.
+            # The wait is ended by all ranks, once they have read the summary; deadline: _LIMIT_S.
             store.wait(left, limit)
         return summary, rank == summary["firsts"][self._settings.token]
 

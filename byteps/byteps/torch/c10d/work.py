@@ -75,7 +75,8 @@ class Line:
             if thread is not None:
                 self._ended.put(None)
         if waits and thread is not None and thread is not threading.current_thread():
-            # Ended by the end of its thread; deadline: that of collectives inside the host.
+            # The wait is ended by the end of its thread; deadline: that of collectives inside the
+            # host.
             thread.join()
 
     def _run(self) -> None:
@@ -480,7 +481,7 @@ class StreamedWork(Work):
         return self._future
 
     def _await_on_host(self, landed: c_lib.Landing, limit_s: float) -> None:
-        # Ended by the values, the job's failure or the deadline: the caller's limit.
+        # The wait is ended by the values, the job's failure or the deadline: the caller's limit.
         deadline = time.monotonic() + limit_s
         while not landed.query():
             c_lib.check()
