@@ -3,6 +3,6 @@
 import sys
 from pathlib import Path
 
-# `byteps.patching` must be found where byteps is neither built nor installed. An installed one
-# comes first.
+# The package `byteps.patching` must be found even if byteps is neither built nor installed. An
+# installed one comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "byteps"))  # noqa: TID251

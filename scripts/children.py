@@ -103,7 +103,8 @@ class Spawned:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # So that Ctrl-C reaches only this process, which ends its children.
+                # In its own session the child does not get Ctrl-C: this process gets it, and ends
+                # its children.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
@@ -208,5 +209,6 @@ def _gpus() -> list[str]:
         return []
     import torch  # Imported here, because most programs that start processes do not need torch.
 
-    # The driver may know GPUs that this container lacks. This does not start CUDA.
+    # The driver may know GPUs that this container lacks; torch counts the visible ones without
+    # starting CUDA.
     return [str(i) for i in range(torch.cuda.device_count())]

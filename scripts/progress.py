@@ -69,7 +69,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """In the child (``preexec_fn``): make the kernel send it this signal when its parent is killed.
 
-    For the kernel the parent is the forking thread, so this must live as long as the child.
+    For the kernel the parent is the forking thread, so that thread must live as long as the child.
     """
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_parent_death_signal, number)
@@ -268,7 +268,8 @@ def run(
         process = None
         at = 0
         try:
-            # Otherwise a signal before the process object exists would leave the command behind.
+            # Without this, a signal that comes before the process object exists would leave the
+            # command running.
             with _signals_wait():
                 process = subprocess.Popen(
                     words,
@@ -276,7 +277,8 @@ def run(
                     stdout=stdout or output,
                     stderr=output,
                     env=env,
-                    # So that Ctrl-C reaches only this process, which ends its children.
+                    # In its own session the command does not get Ctrl-C: this process gets it, and
+                    # ends its children.
                     start_new_session=True,
                     preexec_fn=end_with_parent,
                 )

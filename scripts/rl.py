@@ -40,7 +40,8 @@ UPDATES = 2
 LAYERS = 2
 RISE = 0.2
 """Least increase of the mean reward in a whole run, from the first steps to the last. In a shorter
-run, with adapters (which learn more slowly) or with a user's model, it only must not fall."""
+run, with adapters (which learn more slowly) or with a user's model, the reward may stay the same.
+"""
 SETTINGS = (
     *("algorithm", "device", "mode", "steps", "save_every", "seed", "prompts", "responses"),
     *("tensor", "sequence_parallel", "pipeline", "virtual", "context", "expert", "rollout_tensor"),

@@ -225,8 +225,8 @@ def train(
         "folder": folder,
         "workers": options.workers,
         "arguments": arguments,
-        # The same for both: the number of threads decides the order of additions in a matrix
-        # product.
+        # Both runs have the same number of threads, which decides the order of additions in a
+        # matrix product.
         "environment": environment(options.workers, options.servers),
     }
     job: Job | RayJob = Job(**shared)

@@ -40,8 +40,8 @@ _NAMESPACES = Path("/run/netns")
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 _LOCK = Path("/run/bps-bench.lock")
 
-# At least several 64 KiB packets (the kernel passes such packets to a link before it cuts them),
-# and no less than the bytes that pass while a timer is late.
+# Least burst in bytes: several packets of 64 KiB (the kernel passes these to a link before it cuts
+# them), and the bytes that pass while a timer is late.
 _LEAST_BURST = 256 << 10
 _BURST_S = 0.001
 _QUEUE = 16 << 20  # Bytes per peer: never full, so that nothing is dropped.
@@ -68,8 +68,8 @@ class Host:
         return self.interfaces[0]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command to run on this host. The started process is the command itself, not a
-        wrapper."""
+        """Return the command to run on this host. It replaces itself by `command`, so the started
+        process has its process id."""
         if self.namespace is None:
             return list(command)
         return ["ip", "netns", "exec", self.namespace, *command]
@@ -111,7 +111,7 @@ def left_behind() -> list[str]:
 
 
 def remove_stale() -> list[str]:
-    """Delete what runs that were killed left behind; return the names."""
+    """Delete hosts and links that killed runs have left; return their names."""
     with _locked():
         names = left_behind()
         for name in names:
@@ -130,7 +130,7 @@ class Emulation:
         if not 1 <= topology.emulated_hosts <= LARGEST:
             raise EmulationError(f"--emulate makes 1 to {LARGEST} hosts")
         pid = os.getpid()
-        # A process may create several, one after the other.
+        # A process may create several emulations, one after the other.
         self._stem = f"{_PREFIX}-{pid}-{started_at(pid)}-{Emulation._made}"
         Emulation._made += 1
         self._topology = topology
@@ -293,8 +293,8 @@ def _present(setting: str) -> bool:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """Context that one process of the machine may hold at a time, so that no run deletes what
-    another needs."""
+    """Context that only one process of the machine can enter at a time, so that no run deletes
+    hosts that another run needs."""
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

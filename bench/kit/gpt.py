@@ -59,7 +59,7 @@ def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> 
     arguments += ["--num-attention-heads", heads, "--seq-length", length]
     arguments += ["--max-position-embeddings", length, "--micro-batch-size", str(options.batch)]
     arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
-    # With a high initial rate, runs diverge from the smallest differences.
+    # Without warm-up the initial rate is high, and the smallest differences make runs diverge.
     arguments += ["--lr-warmup-iters", str(options.steps // 10)]
     return [*arguments, *options.megatron]
 

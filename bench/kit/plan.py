@@ -108,9 +108,9 @@ class Topology:
     ranks_per_host: int = 1
     """Number of workers that share a host and its link; the last host may have fewer."""
     uneven: int = 1
-    """If above 1, one rank of each host (the first of the first host, the second of the second, and
-    so on) has this many TCP connections to each server, the other ranks one. TCP then gives it a
-    larger share of the link."""
+    """If above 1: number of TCP connections to each server of one rank per host, the first on the
+    first host, the second on the second, and so on. Other ranks have one connection, and so a
+    smaller share of the link."""
     colocate: bool = False
     """Servers run on the workers' hosts, server i on host i mod hosts."""
     local_servers: int = 0
@@ -176,7 +176,8 @@ class Plan:
     device: str = "cpu"
     """Device of the tensors: cpu or cuda."""
     max_busy: float = 1.0
-    """Launches that kept a larger fraction of this machine's cores busy are not counted."""
+    """Limit of the fraction of this machine's cores that a launch keeps busy. Launches above it are
+    not counted."""
     retries: int = 0
     """Number of rounds that may be repeated because of that."""
     timeout_s: float = 600.0

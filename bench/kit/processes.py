@@ -225,7 +225,7 @@ def start_workers(
     """Start every rank: a module, called with a specification file and a result file."""
     spec_file = processes.folder / "spec.json"
     spec_file.write_text(json.dumps(spec))
-    # In front of the user's PYTHONPATH, which may have the packages of a bundle.
+    # This path precedes the user's PYTHONPATH, which may have the packages of a bundle.
     paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
     environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for rank, host in enumerate(placement.workers):

@@ -37,7 +37,7 @@ PACKS = 7
 """Number of training packs, each of at most 50 MiB: a machine without a network receives one at a
 time."""
 HELD_OUT = 100
-"""One document of this many is held out."""
+"""One of this many documents is held out."""
 SHORTEST, LONGEST = 300, 300_000
 """Limits of a document's bytes: tables are longer, stubs shorter."""
 TEXT = re.compile(

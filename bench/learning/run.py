@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+# !/usr/bin/env python3
 """Trains a small GPT with every wire type and several seeds, as far as a time limit allows.
 
 Makes the runs that neither the folder nor results.jsonl has, in order of importance. A finished run
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("bf16", "int8-servers", "int4-int8-servers", "int8", "int4")
 """Wires whose seeds are all trained before any other wire."""
 PROBED = 40
-"""Number of steps."""
+"""Number of steps that --probe measures."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -30,7 +30,7 @@ class Recipe:
     rotated: bool = False
     """Whether differences are multiplied by a Hadamard matrix before rounding, block by block."""
     is_product: bool = True
-    """Whether users can choose it; otherwise it is an experiment."""
+    """Whether users can choose this recipe. If not, it is an experiment."""
 
 
 RECIPES: dict[str, Recipe] = {

@@ -56,7 +56,7 @@ class Launch:
     measured: list[Measured]
     """Results, one per case, in the order of the plan."""
     kept: bool
-    """Whether it counts: the machine was not too busy."""
+    """Whether the launch counts, because the machine was not too busy."""
 
     def as_json(self) -> dict[str, Any]:
         entries = [one.as_json() for one in self.measured]
@@ -281,7 +281,7 @@ class Ratio:
     """Speed of one backend relative to another."""
 
     value: float
-    """Ratio of the medians of medians: the other's time divided by this one's."""
+    """Ratio of the medians of medians: the other backend's time divided by this one's."""
     low: float
     high: float
     """Smallest and largest ratio of two launches in the same round."""

@@ -42,7 +42,7 @@ def _fast_experiment(
         topology=topology,
         backends=("byteps", *others),
         launches=_FAST_LAUNCHES,
-        # Sums on loopback are in host memory: plain sockets know no other.
+        # On loopback the tensors are in host memory, because plain sockets have no other.
         device="cuda" if ring == "nccl" else "cpu",
         retries=_FAST_LAUNCHES if topology.emulated_hosts else 0,
         max_busy=0.95 if topology.emulated_hosts else 1.0,
@@ -303,7 +303,8 @@ def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Exper
 
 
 def _uneven(launches: int, iters: int) -> Experiment:
-    """Two hosts of two ranks; TCP gives one rank of a host a larger share of the link."""
+    """Return an experiment with two hosts of two ranks, where TCP gives one rank of each host a
+    larger share of the link."""
     case = _case("64MiB", iters=iters)
     topology = replace(_node_topology(2, 2, 2, "500mbit"), uneven=4)
     return Experiment(
@@ -315,7 +316,8 @@ def _uneven(launches: int, iters: int) -> Experiment:
 
 
 def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment:
-    """Two GPUs per host, as many servers as hosts. Hosts share this machine's GPUs."""
+    """Return an experiment with two GPUs per host, and as many servers as hosts. Hosts share this
+    machine's GPUs."""
     case = _case("256MiB", iters=5, warmup=2)
     plan = _plan(_node_topology(hosts, hosts, 2, "10gbit"), [case], launches=5)
     return Experiment(
@@ -365,7 +367,8 @@ def _nics(nics: int, rate: str, low: float, launches: int, iters: int) -> Experi
 
 
 def _nics_of_gpus() -> Experiment:
-    """Two NICs per host, which NCCL uses as well. Hosts share this machine's GPUs."""
+    """Return an experiment with two NICs per host, which NCCL uses as well. Hosts share this
+    machine's GPUs."""
     case = _case("256MiB", iters=5, warmup=2)
     topology = replace(_emulated(4, 4, "5gbit"), nics_per_host=2)
     return Experiment(

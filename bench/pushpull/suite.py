@@ -237,7 +237,7 @@ def _tables(text: str) -> Iterator[list[dict[str, str]]]:
             if not head:
                 head = cells
             elif set(cells[0]) != {"-"} or len(cells[0]) < 3:
-                # If two columns have the same name, the first is BytePS's.
+                # If two columns have the same name, BytePS's column is the first, and is kept.
                 rows.append(dict(reversed([*zip(head, cells, strict=False)])))
             continue
         if head:

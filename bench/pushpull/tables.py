@@ -54,7 +54,7 @@ class Verdict:
 
     gate: Gate
     value: float | None
-    """None: the run has no such figure, which counts as a miss."""
+    """Value of the gated figure. None: the run has no such figure, which counts as a miss."""
     spread: Ratio | None = None
 
     @property

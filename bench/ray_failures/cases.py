@@ -109,7 +109,7 @@ CASES = {
     ),
     "scheduler": Case(
         title="the scheduler is killed",
-        # Holds the job: workers take a second to notice, and the job may be done by then.
+        # Rank 0 sleeps, because workers take a second to notice the failure.
         faults=[_fault(0, "sleep")],
         breaks=SCHEDULER,
         blames="scheduler was killed by signal 9",
@@ -358,7 +358,7 @@ class Runner:
             if event["event"] == "step" and not broken:
                 broken = True
                 self._break(case)
-                # Ranks go on only now.
+                # Ranks wait for this file, and continue only now.
                 (folder / "go").touch()
             if on_event is not None:
                 on_event(event, job)

@@ -4,7 +4,7 @@
 ``what``:
 
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
-  step N is written to memory), or the number of a step, which does not come about.
+  step N is written to memory), or the number of a step, which the fault prevents.
 - ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
   process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file is there: the
   driver breaks something else meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
@@ -39,7 +39,7 @@ def _recorded(folder: Path, step: int) -> bool:
 
 def _do(what: str, after: int = 0) -> None:
     """Strike. ``after``: number of the last completed step."""
-    # Otherwise output would be lost.
+    # Output that was not flushed would be lost.
     sys.stdout.flush()
     print(f"fault: {what}", flush=True)
     if what == "kill":

@@ -47,8 +47,8 @@ class Spec:
     repetitions: int
     writes: int
     window: int
-    """BYTEPS_RDMA_WINDOW_BYTES: emulated links are slower than those for which the default is
-    meant."""
+    """Value of BYTEPS_RDMA_WINDOW_BYTES: emulated links are slower than the links for which the
+    default is meant."""
     ping_ms: int
     idle_s: float
 
@@ -206,8 +206,8 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 
 def measure(spec: Spec) -> dict[str, Any]:
-    """Measure everything, interleaved, so that drift affects all alike. The figure for plain writes
-    is the mean of those right before and right after the sums."""
+    """Measure all figures, interleaved, so that drift affects all of them. The figure for plain
+    writes is the mean of those right before and right after the sums."""
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
     planes = {name: {**rdma, "BYTEPS_RDMA_DATA_PLANE": value} for name, value in PLANES.items()}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}

@@ -77,7 +77,7 @@ class Servers:
         self._started = count
 
     def start(self) -> None:
-        """Start a spare server, which waits for a place."""
+        """Start a spare server, which waits until a server is lost."""
         start_server(self._started, LOOPBACK, self._processes, self._environment)
         self._titles.append(f"server-{self._started}")
         self._started += 1
@@ -99,7 +99,7 @@ class Servers:
 
 
 class ServerDeaths:
-    """Kills one server after the other, at intervals, while a spare waits."""
+    """Kills one server after the other, at intervals, while a spare server waits."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -247,7 +247,8 @@ class Job:
                 "MASTER_ADDR": LOOPBACK.address,
                 "MASTER_PORT": str(port),
                 "BYTEPS_REPLICA": f"{replica}/{options.replicas}",
-                # A replica started before its last life has ended waits for its place.
+                # A replica may start before its previous processes have ended, and then waits for
+                # their ranks.
                 "BYTEPS_START_TIMEOUT_S": "600",
             }
             command = [sys.executable, *entry, *self.arguments, "--record-steps", str(record_file)]
@@ -259,12 +260,13 @@ class Job:
         return life
 
     def kill(self, life: Life) -> None:
-        """Kill the life's last rank, by SIGKILL; the remaining ranks end by themselves."""
+        """Kill the last rank of a replica's start by SIGKILL. Its other ranks end by themselves."""
         life.killed = True
         life.ranks[-1].send(signal.SIGKILL)
 
     def running(self) -> list[Life]:
-        """Return the running lives. Raises LaunchError if a process failed without being killed."""
+        """Return the running starts of replicas. Raises LaunchError if a process failed without
+        being killed."""
         for life in self.lives:
             bad = [rank for rank in life.ranks if rank.status not in (None, 0)]
             if bad and not life.killed:
@@ -308,7 +310,7 @@ def train(options: argparse.Namespace, prefix: Path, watch: Step) -> Job:
 
 
 class Deaths:
-    """Kills one replica after the other, each once it is back."""
+    """Kills one replica after the other. Each must have joined again before the next is killed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

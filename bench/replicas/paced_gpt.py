@@ -46,7 +46,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     from megatron.training import training
 
-    # The pass includes computing; waits after it come in addition.
+    # The minimum time of a pass includes its computing; later waits add to it.
     compute = training.get_forward_backward_func
 
     def get(*args: Any, **kwargs: Any) -> Any:

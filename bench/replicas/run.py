@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+# !/usr/bin/env python3
 """Compares the loss of a GPT trained by replicas, which meet at servers, with that of a single job.
 
 Trains the same model, with the same seed and data order, as a single job with one rank per replica;
@@ -318,15 +318,8 @@ def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
 
 
 def train(options: argparse.Namespace, prefix: Path, setting: Setting | None, seed: int = 1) -> Run:
-    """Train; return the mean loss of every step, and the bytes that replica 0 had pushed by then.
-
-    Args:
-        setting: how replicas meet; None: a single job, without servers unless they keep the
-            optimizer.
-
-    Raises:
-        LaunchError: a process failed or timed out.
-    """
+    """Train; return the mean loss of every step, and the number of bytes that replica 0 had pushed
+    after it."""
     count, ranks = options.replicas, options.ranks
     with (
         hosts_of(options) as hosts,

@@ -184,7 +184,7 @@ class Trained:
 def step_seconds(record: Record, warmup: int) -> list[float]:
     """Return the seconds of each step after the first ``warmup`` steps. Raises LaunchError if none
     is left."""
-    # The begin of the first step is not recorded, so at least one step is left out.
+    # The first step's begin is not recorded, so at least one step is not timed.
     ends = [step.seconds for step in record.steps][max(warmup, 1) - 1 :]
     spans = [after - before for before, after in itertools.pairwise(ends)]
     if not spans:

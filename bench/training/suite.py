@@ -139,7 +139,7 @@ _ON_MORE_SERVERS = _bars(
     ("servers-bf16", "sharded-bf16", 1.55),
     ("servers-bf16", "sharded", 2.0),
 )
-# Two ranks per host: with flat, each NIC carries twice the bytes.
+# With two ranks per host, the backend flat sends twice the bytes over each NIC.
 _ON_SERVERS_BY_HOST = (*_ON_SERVERS, *_bars(("servers-bf16", "servers-bf16-flat", 1.6)))
 
 STEPS: tuple[Steps, ...] = (

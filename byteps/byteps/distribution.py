@@ -1,8 +1,8 @@
 """Refuses to run if another distribution owns the same files.
 
 Upstream's distribution `byteps`, and wheels of this project before 1.0, have a package `byteps`
-too. The one that was installed last has overwritten files of the other. Importing this module
-raises ImportError then.
+too. If both are installed, one has overwritten files of the other. In that case importing this
+module raises ImportError.
 """
 
 from __future__ import annotations

@@ -94,5 +94,5 @@ def install(rank: int, *, form: str | None = None, hide_time: bool = False) -> N
         handler.set_name(_HANDLER_NAME)
         handler.setFormatter(_formatter)
         logger.addHandler(handler)
-        # Otherwise the program's own handlers would write each line a second time.
+        # With propagation, the program's own handlers would write each line a second time.
         logger.propagate = False

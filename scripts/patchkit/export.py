@@ -56,7 +56,7 @@ def about_subject(subject: str) -> str | None:
     """Return the fault of a patch's subject, or None."""
     if not re.match(r"[a-z][A-Za-z0-9_./-]*: \S", subject):
         return 'the subject must read "area: what it does"'
-    # git would cut the patch's file name, perhaps within a word.
+    # git cuts the file name of a patch with a longer subject, perhaps within a word.
     if len(subject) > 72:
         return f"the subject has {len(subject)} characters, at most 72"
     return None

@@ -92,7 +92,7 @@ def started(path: Path, folder: Path) -> list[Started]:
         elif (one := _read(words)) is not None:
             found.append(one)
     if not found and listed:
-        # Another script of the checkout reads this script, and starts training with its arguments.
+        # Some scripts of the checkout read this script, and start training with its arguments.
         found.append(Started(script="", arguments=(*_ADDED, *listed), hosts=1, gpus=8))
     return found
 

@@ -179,7 +179,7 @@ class Result:
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last ten steps: a single batch says little."""
+        """Mean loss of the last ten steps, because the loss of a single batch varies."""
         return statistics.fmean(self.losses[-10:])
 
     @property

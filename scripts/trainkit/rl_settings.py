@@ -261,7 +261,8 @@ class Settings:
                 f"+{rollout}.engine_kwargs.vllm.worker_extension_cls": EXTENSION,
             }
             if self.rollout_tensor == 1:
-                # In the engine's own process, without shared memory that would be left behind.
+                # vLLM runs in the engine's own process, without shared memory that could be left
+                # behind.
                 values[f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
         return values
 

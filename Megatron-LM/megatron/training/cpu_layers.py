@@ -65,7 +65,8 @@ def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def later_tokens(length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a mask ``[1, 1, length, all]``: true if a token comes after the rank's token."""
+    """Return a mask ``[1, 1, length, all]``: true where the second token comes after this rank's
+    token."""
     mine = positions(group.rank(), group.size(), length)
     everyone = torch.arange(length * group.size())
     return (everyone[None, :] > mine[:, None])[None, None]

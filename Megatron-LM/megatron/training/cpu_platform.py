@@ -238,9 +238,9 @@ def _manual_seed(seed: int) -> None:
 
 
 def _iterate_data(self: DataLoader) -> Any:
-    # Starting to iterate draws a seed from the CPU's generator. That must not advance the generator
-    # of dropout: otherwise a resumed run, which iterates anew, would differ from an uninterrupted
-    # run.
+    # A new iterator draws a seed from the CPU's generator, which dropout uses, too. The generator's
+    # state is restored, because a resumed run makes new iterators, and would differ from an
+    # uninterrupted run.
     state = torch.get_rng_state()
     try:
         return _dataloader_iter(self)
@@ -370,7 +370,7 @@ _FACTORIES = (
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield each replacement: owner, attribute and new value."""
+    """Yield each replaced attribute: its owner, its name and its new value."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.core.tensor_parallel import random as megatron_random
@@ -396,7 +396,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "set_stream", _nothing()
     yield cuda, "synchronize", _nothing()
     yield torch.Tensor, "record_stream", _nothing()
-    # There is no caching allocator.
+    # The CPU has no caching allocator to empty.
     yield cuda, "empty_cache", _nothing()
     yield cuda, "memory_stats", lambda device=None: {}
     yield cuda, "mem_get_info", _memory

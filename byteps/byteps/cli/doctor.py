@@ -1,4 +1,4 @@
-"""The subcommand ``doctor``: finds faults of this host, and tells what a job would do on it."""
+"""The subcommand ``doctor``: finds faults of this host, and shows what a job would do on it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Doctor:
             self.wrong(f"others can read the job's secret: chmod 600 {name}")
 
     def _plan(self) -> None:
-        """Says what a job of hosts like this one would do."""
+        """Print what a job on hosts like this one would do."""
         from byteps import routing
         from byteps.cost_model import Servers
         from byteps.forecast import WIRE_BYTES

@@ -5,9 +5,9 @@ check`` for Megatron's arguments, and a job with ``--use-dpu-reduce`` for itself
 compares plain Megatron with its best own flags, servers on the workers' hosts, and servers on spare
 machines. Gains are relative to the best plain row.
 
-Times are the least times that links allow (:mod:`byteps.cost_model`) or, if longer, those of a
-machine's cores or memory. They are the sum of the times of gradients and parameters. If the
-computing time of a micro-batch is known, communication that hides behind it counts as no gain.
+A row's time is that of its gradients plus that of its parameters. Each is the least time that links
+allow (:mod:`byteps.cost_model`), or the time of a machine's cores or memory, if that is longer. If
+the computing time of a micro-batch is known, communication that hides behind it counts as no gain.
 """
 
 from __future__ import annotations

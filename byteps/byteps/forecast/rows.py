@@ -66,7 +66,7 @@ class Row:
     """Reason why the arguments are incompatible with those of the job; empty: they are
     compatible."""
     loses: bool = False
-    """Whether gradients lose more bits than in the job as it is, and more than in bf16."""
+    """Whether gradients are sent in fewer bits than in the user's job, and fewer than bf16 has."""
 
     def step_seconds(self, compute_s: float) -> float:
         """Return the time of a step of one micro-batch that computes for `compute_s`. Megatron's

@@ -78,8 +78,8 @@ def rates_text(network: Network) -> str:
 
 
 def break_even(found: Forecast) -> str:
-    """Describe up to which computing time of a step servers gain enough; if never, what hides
-    already."""
+    """Describe up to which computing time per step servers gain enough; if there is none, what
+    hides the communication already."""
     rows = (found.best, *found.few_bits)
     row = next((row for row in rows if row.through_servers), None)
     if row is None or row.gain < WORTH_IT or not found.network.host_rate:
@@ -115,8 +115,8 @@ def _hidden(found: Forecast) -> str:
 
 
 def limit_text(found: Forecast, machines: Machines) -> str:
-    """Describe what keeps servers from gaining by few bits; empty if they gain, or if links are the
-    limit."""
+    """Describe what keeps servers from gaining by few bits. Return an empty text if servers do
+    gain, or if the links are the limit."""
     rows = [row for row in found.by_servers() if row.wire in FEW_BITS]
     if found.few_bits or found.best.through_servers or not rows:
         return ""

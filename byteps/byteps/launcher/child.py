@@ -122,7 +122,8 @@ class Child:
             # The wait is ended by waitid above: it has ended; deadline: none.
             status = process.wait()
         if status != 0 and not self._is_expected:
-            # Not print(): at interpreter exit a daemon thread must not wait for stderr's lock.
+            # This is not print(), because at interpreter exit a daemon thread must not wait for
+            # stderr's lock.
             with contextlib.suppress(OSError):
                 os.write(2, self._obituary(status).encode(errors="replace"))
         with _endings:
@@ -205,8 +206,8 @@ def port_of(scheduler: Child, file: Path, deadline: float) -> int:
 
 def end_all(children: Collection[Child], deadline: float, rest_s: float, grace_s: float) -> None:
     """Wait until all children have ended, at most until `deadline` (a time.monotonic()), and at
-    most ``rest_s`` seconds after a child has failed. Then end the others by SIGTERM, and
-    ``grace_s`` seconds later by SIGKILL."""
+    most ``rest_s`` seconds after a child has failed. Send SIGTERM to the children that still run,
+    and SIGKILL ``grace_s`` seconds later."""
     try:
         _wait_all(children, deadline, rest_s)
     finally:  # an interrupt ends the waiting, not the ending

@@ -10,9 +10,9 @@ nothing is started. ``bps.shutdown()`` calls :func:`leave` last, or :func:`stop`
 
 Children serve the other ranks until these have left. No child outlives the rank that started it: at
 its end the rank's process waits for its children. With ``--die-with-parent`` the kernel ends a
-child even if its rank is killed. Then the other ranks are told which rank was lost, and the
-children remove their logs, which have no other news. Logs are kept if a child has failed by itself,
-and if the job did not start. If all processes are killed at once, logs stay, too.
+child even if its rank is killed. The other ranks are then told which rank was lost, and the
+children remove their logs, which say nothing else. Logs are kept if a child has failed by itself,
+if the job did not start, or if all processes are killed at once.
 """
 
 from __future__ import annotations
@@ -137,10 +137,8 @@ def _warn_of_restarts(env: Mapping[str, str]) -> None:
 
 
 def expect_end() -> None:
-    """Expect that the processes of start_if_needed() end now, because this process has failed.
-
-    Their ends do not count as failures of their own.
-    """
+    """Record that this process has failed: the ends of processes of start_if_needed() do not count
+    as further failures."""
     for child in [] if _current is None else _current.children:
         child.expect_end()
 

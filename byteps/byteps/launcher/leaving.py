@@ -1,4 +1,4 @@
-"""torchrun, with an exit status that says whether it was told to end.
+"""Runs torchrun, with an exit status that tells whether the ranks were asked to end.
 
     python -m byteps.launcher.leaving TORCHRUN_ARGUMENTS
 

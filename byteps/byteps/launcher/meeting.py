@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class AbsentError(RuntimeError):
-    """Members did not come in time."""
+    """Some members did not call `meet` in time."""
 
     def __init__(self, members: list[int], prefix: str) -> None:
         super().__init__(f"members {members} did not come in time")

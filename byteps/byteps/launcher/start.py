@@ -203,10 +203,8 @@ def demand_one_secret(told: list[Message]) -> None:
 
 
 def secret_mark() -> str:
-    """Return a text that is the same on ranks with the same secret; empty: this rank has none.
-
-    Anybody can read it in torch's store. It has 32 bits, too few to find a secret of 16 bytes.
-    """
+    """Return a text that is equal on ranks with the same secret, and empty on a rank
+    without one."""
     if not setting("BYTEPS_AUTH", bool):
         return "BYTEPS_AUTH=0"
     secret = setting("BYTEPS_SECRET", str)

@@ -46,8 +46,8 @@ def installed() -> Path:
 class Target:
     """A Megatron that can be patched: a checkout, a plain folder, or an installed package.
 
-    The files themselves tell whether they are patched. The record that `apply` writes only has the
-    original files, and the hashes to compare with.
+    Whether files are patched is read from the files themselves. `apply` writes a record with the
+    original files, and with hashes to compare with.
     """
 
     root: Path

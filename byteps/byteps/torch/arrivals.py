@@ -53,7 +53,7 @@ class Arrivals:
             self._take_next()
 
     def end(self) -> None:
-        """Block until nothing is received any more. The model does not take what has arrived."""
+        """Block until all transfers have ended, and leave their values out of the model."""
         self.are_lost = False
         while self._started:
             bucket, started = self._started.popitem()

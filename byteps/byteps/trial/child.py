@@ -78,7 +78,7 @@ class Command:
         return self._child.status
 
     def failure(self) -> str:
-        """Return how the command ended, and, if torchrun has told, which rank ended first. Return
+        """Return how the command ended and, if torchrun names it, the rank that ended first. Return
         an empty text for status 0."""
         status = self._child.status
         return f"ended {_how(status)}{first_failure(self._text())}" if status else ""

@@ -1,8 +1,9 @@
 """Keeps the launches on several hosts in step: each begins when the last one has ended on all
 hosts.
 
-The process on rank 0's host leads. After each launch the others tell it how theirs has ended, and
-it answers once its own has: otherwise a launcher could meet the last launch's, which still listens.
+The process on rank 0's host is the leader. After each launch the other processes tell it how their
+part has ended, and it answers once all parts have ended. Without this, a launcher could connect to
+the previous launch's, which still listens.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Hosts:
         self._report: Message | None = None
         self._short = 0
         self._others: dict[tuple[int, str], str] = {}
-        """On the leader: why a launch has failed on another host ("": it has not), by launch number
-        and token of the process there."""
+        """On the leader: the error of each launch on other hosts ("": none), by launch number and
+        token of the process there."""
         self._own: dict[int, str] = {}
-        """On the leader: why a launch has failed on any host ("": it has not), by launch number.
-        Set once it has ended on all hosts."""
+        """On the leader: the error of each launch on any host ("": none), by launch number. Set
+        once the launch has ended on all hosts."""
         self.desk = Desk(self._answer, steps, skipped)
 
     def report(self) -> Message:

@@ -1,9 +1,9 @@
 """Measures times and losses of a rank's steps in a trial, without changes of the script.
 
-A step ends where Megatron's ``train_step`` does, or else where the first optimizer of the script
-has stepped. The loss is what Megatron returns, or the number on which the script calls
-``backward()``. After the last step the ranks exchange their figures through torch.distributed's
-store. One rank per host reports all of them, and every rank ends with status 0.
+A step ends with Megatron's ``train_step``, or with the step of the script's first optimizer. The
+loss is the value that Megatron returns, or the one on which the script calls ``backward()``. After
+the last step the ranks exchange their figures through torch.distributed's store. One rank per host
+reports all of them, and every rank ends with status 0.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class Desk:
         with suppress(OSError):  # closed
             while True:
                 connection, _ = self._socket.accept()
-                # Not a daemon: the end of this process waits until all messages are answered.
+                # The thread is no daemon, so the end of this process waits until all messages are
+                # answered.
                 threading.Thread(target=self._serve, args=(connection,), daemon=False).start()
 
     def _serve(self, connection: socket.socket) -> None:

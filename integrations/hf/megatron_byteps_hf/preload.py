@@ -1,5 +1,4 @@
-"""Imports Megatron-Bridge when it is itself imported, for the process from which ranks are
-forked."""
+"""Imports Megatron-Bridge as a side effect, in the process from which ranks are forked."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _patience() -> Iterator[None]:
 _THREADS = 8
 _ATTEMPTS = 3
 _ANSWER_S = 60.0
-"""Time limit for a spare to answer; after that it is given up."""
+"""Time limit for a spare to answer, in seconds; after that it is replaced."""
 
 
 class JobError(Exception):

@@ -76,7 +76,7 @@ SETTLE_S = 1.0
 """Time to wait after the first failure for reports of others: all of them together show the
 cause."""
 SILENT_S = 10.0
-"""A rank that others report as lost, and that has been silent for this long, hangs."""
+"""Seconds of silence after which a rank hangs, if other ranks report it as lost."""
 _DRAINS_S = 1.0
 """Interval between two checks for draining nodes."""
 _CALL_S = 120.0
@@ -120,7 +120,7 @@ class Incarnation:
         self._is_over = is_over
         self._finished: set[int] = set()
         self._told: list[int] = []
-        """Ranks that were told to end, because their machines are being drained."""
+        """Ranks that were told to end, because their machines will be removed."""
         self._metrics_port = 0
         """First metrics port of the ranks; 0: metrics are off."""
         self._drains_due = 0.0
@@ -281,7 +281,7 @@ class Incarnation:
         if not refs:
             return
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
-        # In the order of ranks: the lowest rank that knows the loss reports it.
+        # Answers are read in the order of ranks: the lowest rank that knows of the loss reports it.
         for ref in sorted(done, key=self._asked.__getitem__):
             rank = self._asked.pop(ref)
             try:
@@ -305,14 +305,14 @@ class Incarnation:
                 self._emit_step(rank, step)
 
     def _take_last_steps(self) -> None:
-        """After a failure, collect all steps that ranks have made; another rank reports the steps
-        of a lost one."""
+        """After a failure, collect all steps that ranks have made. If a rank was lost, another rank
+        reports its steps."""
         lost = {end.who for end in self._ends if end.kind == LOST}
         left = [rank for rank in range(len(self._slots)) if f"rank {rank}" not in lost]
         self._asked = {ref: rank for ref, rank in self._asked.items() if rank in left}
         for rank in left:
             self._asked[self._slots[rank].actor.progress.remote()] = rank
-        # A limited wait, because a machine that is gone may not be given up yet.
+        # The wait is limited, because a machine that is gone may not be known as gone yet.
         self._hear(SETTLE_S, again=False)
         for rank, step in self._reports.missing():
             self._emit_step(rank, step)
@@ -357,7 +357,7 @@ class Incarnation:
         if frozen:
             self._hung(frozen, f"no sign of life for {limits.beat:g} s")
             return
-        # While a rank makes progress none hangs: the others rightly wait for it.
+        # While any rank makes progress, no rank hangs: the others rightly wait for that rank.
         seen = [self._seen[rank] for rank in running]
         if not seen or not all(seen):
             return
@@ -387,8 +387,8 @@ class Incarnation:
             self._hung(silent, "no sign of life, and the others lost it")
 
     def _laggards(self, running: Sequence[int]) -> list[int]:
-        """Return the ranks for which the others wait: those with the least progress. All if none
-        stands out."""
+        """Return the ranks for which the others wait: those with the least progress. If no rank is
+        behind, return all."""
         done = {rank: (self._seen[rank]["step"], self._seen[rank]["pushed"]) for rank in running}
         least = min(done.values())
         return [rank for rank in running if done[rank] == least]

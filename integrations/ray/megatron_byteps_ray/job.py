@@ -77,7 +77,7 @@ class Console:
 
 SCHEMA = 1
 _STRIKES = 2
-"""A place is given up for a spare after this many failures of its rank by itself."""
+"""Number of times that a rank may fail by itself on an actor, before a spare replaces the actor."""
 
 _WRITE_S = 60.0
 """Time for servers to write their timelines."""

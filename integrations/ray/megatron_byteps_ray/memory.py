@@ -90,7 +90,7 @@ def prepare(arguments: Sequence[str], rank: int) -> None:
     for other in folder.parent.iterdir():
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
-    # A rank was killed while it wrote this file. It would refuse to write it again.
+    # The rank was killed while it wrote this file, and a rank would refuse to write it again.
     for file in (folder / str(rank)).glob("*.dirty*"):
         file.unlink()
 

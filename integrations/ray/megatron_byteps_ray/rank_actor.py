@@ -84,7 +84,7 @@ class RankActor:
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
     def _find_place(self, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return the facts of this actor's place (see ``facts``)."""
+        """Return facts about the machine and the device of this actor (see ``facts``)."""
         facts = node_facts()
         given = facts["gpus"]
         mask = environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))

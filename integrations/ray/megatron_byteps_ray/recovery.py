@@ -14,7 +14,8 @@ import ray
 from .cluster import Pool
 from .settings import Settings, first_metrics_port, metrics_of_server
 
-# In order of likelihood as a cause: a lost machine makes others fail, but never the reverse.
+# Kinds of ends, the likeliest cause first: the loss of a machine makes ranks fail, but not the
+# reverse.
 LOST, KILLED, HUNG, LEFT, FAILED = "lost", "killed", "hung", "left", "failed"
 _ORDER = (LOST, KILLED, HUNG, LEFT, FAILED)
 LEFT_STATUS = 128 + signal.SIGTERM
@@ -94,7 +95,8 @@ class Failure:
         """Separate causes from consequences; ``ends`` is not empty."""
         first = min(ends, key=lambda end: (_ORDER.index(end.kind), end.is_consequence, end.at))
         rank_of = (first.kind, first.is_consequence)
-        # If processes failed by themselves, only the first counts: the others may be consequences.
+        # If processes failed by themselves, only the first failure counts: later ones may be
+        # consequences.
         alone = first.kind == FAILED
         causes = [
             end
@@ -224,8 +226,9 @@ class Servers:
         """Handle the end of a generation after `steps` steps: stop the servers if they may be at
         fault.
 
-        They are not at fault if ranks failed by themselves after a step. After the loss of a
-        machine they may still count it as a member; and ranks name a server that hangs.
+        The servers are not at fault if ranks failed by themselves after a step. After the loss of a
+        machine, servers may still count it as a member. If a server hangs, the ranks' errors name
+        it.
         """
         doubted = any(end.rank is None or end.kind == LOST for end in ends) or any(
             _BLAMED.search(line) for end in ends for line in end.lines
@@ -234,7 +237,7 @@ class Servers:
             self.stop()
 
     def wait_end(self, limit_s: float) -> None:
-        """Wait, after a successful job, until they have ended by themselves and written their
+        """Wait until the servers of a successful job have ended by themselves and written their
         files."""
         refs = list(self.watched)
         if refs:

@@ -224,7 +224,8 @@ FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_",
 """Prefixes of the driver's variables that are set in all ranks and servers."""
 
 SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
-"""Not forwarded: a file of the driver's machine may not exist on others."""
+"""Variables that are not forwarded, because a file of the driver's machine may not exist on other
+machines."""
 
 
 PRELOAD = ("torch", "byteps.torch", "megatron.training.training")
@@ -254,11 +255,11 @@ class Limits:
     place: float = 300.0
     """Ray's placement of all actors."""
     warm: float = 600.0
-    """An actor's imports."""
+    """Time for an actor to import its modules."""
     start: float = 600.0
-    """From a rank's start to its first step."""
+    """Time from a rank's start to its first step."""
     step: float = 600.0
-    """From one step to the next."""
+    """Time from one step to the next."""
     save: float = 1800.0
     """A checkpoint, an evaluation, or the script's work after its last step."""
     beat: float = 300.0
@@ -289,8 +290,8 @@ class Settings:
     servers: int = 1
     """Number of ``byteps-server`` processes; 0: BytePS is not used, or has its own cluster."""
     min_ranks: int | None = None
-    """Smallest number of ranks with which to go on if a lost rank cannot be replaced. None: never
-    go on with fewer."""
+    """Smallest number of ranks with which the job goes on, if a lost rank cannot be replaced. None:
+    it never goes on with fewer ranks."""
     rank_multiple: int | None = None
     """The number of ranks must be a multiple of this. None: from Megatron's arguments."""
     cpus_per_rank: float = 1.0
@@ -373,8 +374,8 @@ class Settings:
 
     @property
     def leaves_when_told(self) -> bool:
-        """Return whether ranks that get SIGTERM end in good order: a replica's, and those of a
-        script that saves a checkpoint then."""
+        """Return whether ranks end after a step when they get SIGTERM: ranks of a replica, and of a
+        script that then saves a checkpoint."""
         return self.is_replica or "--exit-signal-handler" in self.arguments
 
     def secret(self) -> str:

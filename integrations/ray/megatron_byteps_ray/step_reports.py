@@ -10,12 +10,8 @@ Step = dict[str, Any]
 
 
 class StepReports:
-    """Chooses the reports to record: those of the reporter, the first rank heard.
-
-    The driver polls ranks a few times per second. If a machine is lost, steps since the last poll
-    are lost with it, but another rank has made and reports them too. Every rank reports the same
-    steps in the same order.
-    """
+    """Chooses the reports to record: those of the first rank from which the driver hears, the
+    reporter."""
 
     def __init__(self) -> None:
         self._reporter: int | None = None

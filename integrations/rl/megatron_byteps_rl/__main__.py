@@ -83,7 +83,8 @@ def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int)
 
 
 def _run(overrides: Sequence[str]) -> int:
-    """Make an attempt; its processes have ended when this returns. -N: ended by signal N."""
+    """Make one attempt, and return its exit status; -N: it was ended by signal N. All its processes
+    have ended by then."""
     began = time.time()
     keep_metrics(overrides)
     command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.attempt", *overrides]

@@ -26,7 +26,7 @@ class _Device:
     def get_device_name(device: object = None) -> str:
         return "CPU"
 
-    # Also for vLLM's processes, in which torch.cuda has no replacements.
+    # The method is needed for vLLM's processes, too, in which torch.cuda has no replacements.
     @staticmethod
     def synchronize(device: object = None) -> None: ...
 

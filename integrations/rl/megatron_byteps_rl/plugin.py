@@ -14,6 +14,6 @@ if os.environ.get("VERL_PLATFORM") == "cpu":
 
     cpu.name_vllm()
 rollout.register()
-# Only in the ranks of verl's worker groups.
+# The engines are prepared only in the ranks of verl's worker groups.
 if os.environ.get("WG_BACKEND") == "ray" and engines.are_wanted():
     engines.prepare()

@@ -14,8 +14,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 
 def _keep(layer: Any, remove_weight: bool) -> None:
-    # On some CPUs vLLM packs all but small weights for oneDNN and drops the originals, so that
-    # later weights could not be loaded.
+    # On some CPUs vLLM packs weights for oneDNN, unless they are small, and drops the originals. It
+    # could not load later weights after that.
     layer.cpu_linear = torch.nn.functional.linear
 
 
@@ -25,7 +25,7 @@ def _apply_packed(self: CPUUnquantizedExperts, *, w1: Any, w2: Any, **others: An
 
 
 utils.dispatch_cpu_unquantized_gemm = _keep
-# Experts' weights are packed in place, only once: later weights are not.
+# vLLM packs experts' weights in place, but only once, so later weights would stay unpacked.
 _apply = CPUUnquantizedExperts.apply
 CPUUnquantizedExperts.apply = _apply_packed
 CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None

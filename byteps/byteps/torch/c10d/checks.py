@@ -23,7 +23,8 @@ class Checks:
             options.group_size,
             timeout=options.timeout,
         )
-        # This group compares with the other members, and then sums over this rank alone.
+        # This wrapper compares a collective with the other members, then runs it over this rank
+        # alone.
         self._alone = self.around(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options.timeout))
 
     @staticmethod

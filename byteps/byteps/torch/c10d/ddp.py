@@ -41,7 +41,7 @@ _models = WeakIdKeyDictionary()
 
 def install() -> None:
     """Give `ddp_comm_hook` to each DDP model that is made from now on, until its script registers
-    another hook. Again: do nothing."""
+    another hook. A second call does nothing."""
     model = DistributedDataParallel
     replace_method(model, "__init__", _make)
     replace_method(model, "register_comm_hook", _register)

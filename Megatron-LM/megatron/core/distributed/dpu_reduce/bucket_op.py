@@ -101,7 +101,8 @@ class Named:
     models: Counter[tuple[str, tuple[int, ...], int]] = field(default_factory=Counter)
     """Number of models by kind of group, group, and chunk."""
     partitions: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Number of partitions of a group's buckets: the next place in the round robin over servers."""
+    """Number of partitions of a group's buckets so far: the next index in the round robin over
+    servers."""
 
     def clear(self) -> None:
         self.models.clear()
@@ -114,10 +115,8 @@ class Named:
         return self.models[key] - 1
 
     def next_placement(self, group: tuple[int, ...], partitions: int) -> int:
-        """Reserve places for `partitions` partitions of a sum; return the first place.
-
-        Each group counts its own partitions, and groups begin at different servers.
-        """
+        """Reserve indices for `partitions` partitions of a sum in the round robin; return the
+        first."""
         key = tuple(sorted(group))
         place = self.partitions[key] + key[0]
         self.partitions[key] += partitions
@@ -255,9 +254,9 @@ def kept_of(
 def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
     """Return whether tensor-parallel ranks or pipeline stages have copies of a parameter.
 
-    Servers update each copy separately, with the same gradients. If the gradients traveled in
-    blocks, each copy would have other neighbours in its block, its gradients would be rounded
-    differently, and the copies would drift apart.
+    Servers update each copy separately, with the same gradients. If gradients traveled in blocks,
+    each copy would share a block with other values and be rounded differently, so the copies would
+    drift apart.
     """
     if config is None:
         return False
@@ -293,7 +292,7 @@ class BucketOp:
     order: the members of this rank's optimizer instance (with a single instance, the whole group).
     """
     placement: int
-    """Place of the bucket's first partition in the round robin over the servers."""
+    """Index of the bucket's first partition in the round robin over the servers."""
     wire: WireType
     """Type in which the gradients travel; by default the type of the bucket."""
     kept: Kept | None = None
@@ -317,7 +316,7 @@ class BucketOp:
         return index * shard, (index + 1) * shard
 
     def give_back_with(self, owner: object, grads: torch.Tensor) -> None:
-        """Make the servers free the bucket's sums once every member's `owner` is collected.
+        """Make the servers free the bucket's sums, once every member has collected its `owner`.
         `grads`: the bucket's gradients."""
         if self.route == bytepslib.routes.COLLECTIVE or len(self.group) == 1 or not grads.numel():
             return

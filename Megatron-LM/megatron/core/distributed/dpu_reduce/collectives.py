@@ -3,9 +3,9 @@
 """Collectives of Megatron over data-parallel ranks, and what each means with replicas.
 
 A replica has its own torch.distributed world, so a collective over its data-parallel ranks leaves
-out the other replicas. If this gave replicas different values of trained state, they would diverge
-silently. This module lists all such collectives. A test trains with the settings that lead to them,
-records each call in torch's process groups, and fails at a call that is not listed.
+out the other replicas. If replicas got different values of trained state this way, they would
+diverge silently. This module lists all such collectives. A test trains with the settings that lead
+to them, records each call in torch's process groups, and fails at a call that is not listed.
 :mod:`.replica_refusals` refuses the arguments that lead to unsupported collectives.
 """
 
@@ -36,9 +36,9 @@ class Collective:
     """``module:function``, without ``megatron.``."""
     over: Over
     why: str
-    """Purpose of the collective. With local steps (``--dpu-outer``), only hooks whose purpose says
-    so continue the collective over replicas, since parameters and buffers become equal at each
-    exchange."""
+    """Purpose of the collective. With local steps (``--dpu-outer``), a collective is continued over
+    replicas only if its purpose says so, since parameters and buffers become equal at each exchange
+    anyway."""
     refusal: Refusal | None = None
 
 

@@ -60,7 +60,7 @@ class _Saved:
     """Number of tensors: one per rank that pushed the parameter, or 1 for their mean."""
 
     def wanted(self, place: int, pushers: int) -> list[tuple[int, float]]:
-        """Return the tensors that rank `place` of `pushers` takes, with their factors."""
+        """Return the saved tensors that rank `place` of `pushers` loads, with their factors."""
         if self.tensors == self.owed.pushers:
             return [(number, 1.0) for number in range(place, self.tensors, pushers)]
         return [(0, self.owed.pushers / pushers)]
@@ -96,7 +96,7 @@ class _Box:
     have copies, whose gradients are added. Tensor-parallel ranks may have copies, whose gradients
     are equal."""
     place: ShardedTensor
-    """Place in the parameter's global tensor."""
+    """Position in the parameter's global tensor."""
 
     @functools.cached_property
     def key(self) -> str:
@@ -143,7 +143,7 @@ class _Loading:
 
 
 _loading: _Loading | None = None
-"""The checkpoint that is being loaded. None: no checkpoint is, or it has no losses."""
+"""The checkpoint that is being loaded; None if there is none, or if it has no losses."""
 
 
 def save(state: dict[str, Any], *, per_rank: bool) -> None:
@@ -167,7 +167,8 @@ def save(state: dict[str, Any], *, per_rank: bool) -> None:
         if push.place == 0 and push.owed.servers:
             servers = bytepslib.operations.read_feedback(push.name, push.numel)
         for box in of_push:
-            # Copies, because they may be written while training goes on.
+            # These are copies, because training may change the losses while the checkpoint is
+            # written.
             if per_rank or push.place == 0:
                 values, ranks = box.part_of(lost).clone(), push.owed.pushers if per_rank else 1
                 tensors.append(box.of_rank(box.key, push.place, ranks, values))
@@ -263,8 +264,8 @@ def _wanted(
     """Yield the tensors of a checkpoint that this rank loads for a box."""
     keys = [box.key] if box.key in saved else []
     if not any(box.copy):
-        # Also load copies of stages that no longer have a copy. Copies of tensor-parallel ranks
-        # equal the first copy.
+        # Copies of pipeline stages that no longer have a copy are loaded, too. Copies of
+        # tensor-parallel ranks equal the first copy, so they are not.
         copies = [key for key in saved if key.startswith(box.name + _COPY)]
         keys += [key for key in copies if key not in present and _is_of_stage(key)]
     is_alike = not keys and box.copy[0] == 0 and box.name in saved

@@ -2,11 +2,11 @@
 
 """Overlap of parameter pulls with the next forward pass.
 
-``--overlap-param-gather`` with ``--dpu-optimizer`` enables this overlap; in a DDP config,
-``dpu_optimizer_overlap`` does. A step then returns when it knows the norm and has asked the servers
-for the parameters. Servers answer bucket by bucket, those of the first layers first, and a hook
-before each module's forward pass waits for the module's parameters. So links carry gradients during
-the backward pass and parameters during the forward pass.
+``--overlap-param-gather`` with ``--dpu-optimizer`` enables this overlap, as does
+``dpu_optimizer_overlap`` in a DDP config. A step then returns when the norm is known and the
+parameters are requested from the servers. Servers answer bucket by bucket, those of the first
+layers first, and a hook before each module's forward pass waits for the module's parameters. So
+links carry gradients during the backward pass and parameters during the forward pass.
 
 Code that reads parameters elsewhere must call ``wait_for_parameters`` of this package first.
 Saving, loading, ``state_dict()`` and the end of training do so.

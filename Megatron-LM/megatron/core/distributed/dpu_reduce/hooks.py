@@ -57,7 +57,7 @@ def apart(
     names: Mapping[torch.nn.Parameter, str],
     config: TransformerConfig,
 ) -> summed_later.Buffers:
-    """Move parameters to separate buffers after DDP has grouped them: see
+    """Move some parameters to separate buffers, after DDP has grouped them: see
     :func:`.summed_later.apart`."""
     if not ddp.ddp_config.dpu_optimizer:
         return buffers
@@ -146,7 +146,7 @@ def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
     if args.ckpt_format != "torch_dist":
         _forget_lost(args)
     if getattr(args, "dpu_optimizer", False):
-        # From megatron.core, which imports this package.
+        # The import is here, because megatron.core imports this package.
         from .server_checkpoint import put_metadata
 
         wait_for_parameters()
@@ -155,8 +155,8 @@ def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
 
 def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
     """Add rounding losses to a state that is about to be saved: see :mod:`.feedback_state`. If the
-    checkpoint cannot have them, drop them, so that this job computes the same bits as a resumed
-    job."""
+    checkpoint cannot hold the losses, drop them, so that this job computes the same bits as a
+    resumed one."""
     if getattr(args, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         return
     if args.no_save_optim or job.replicas() > 1:
@@ -292,9 +292,9 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a non-zero flag if a rank of any replica wants to end the job. Replicas agree only at
-    iterations after which they meet; at other iterations the result is 0. `flag` is changed in
-    place."""
+    """Return a non-zero flag if any rank of any replica wants to end the job. At iterations after
+    which replicas do not meet, they do not agree, and the result is 0. `flag` is changed in place.
+    """
     if job.replicas() == 1:
         return flag
     if not outer_steps.meets(args):
@@ -310,7 +310,7 @@ def saved_once(save: Callable[..., None]) -> Callable[..., None]:
     def wrapped(iteration: int, model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         if job.replicas() == 1:
             return save(iteration, model, *args, **kwargs)
-        # From megatron.training, which calls the decorated function.
+        # The import is here, because megatron.training calls the decorated function.
         from megatron.training.global_vars import get_args
 
         def saves_this() -> None:

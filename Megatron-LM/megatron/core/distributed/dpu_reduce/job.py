@@ -33,7 +33,7 @@ _count = 1
 """Number of replicas."""
 _peers: tuple[int, ...] = ()
 _each_step = True
-"""Whether replicas sum the gradients of each step; otherwise each replica steps on its own."""
+"""Whether replicas sum the gradients of each step. If not, each replica makes its own steps."""
 _scaled: weakref.WeakSet[_ParamAndGradBucket] = weakref.WeakSet()
 """Buckets whose gradients are also divided by the number of replicas. Weak: models may be
 deleted."""
@@ -117,7 +117,7 @@ def own_ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
 
 
 def of_this_replica(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return those of the given workers that are in this replica."""
+    """Return the workers of this replica among the given workers."""
     first = bytepslib.session.first_rank()
     return tuple(r for r in ranks if first <= r < first + torch.distributed.get_world_size())
 
@@ -232,8 +232,8 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
 def all_want(wanted: bool, what: str) -> bool:
     """Return whether all present replicas want something; see :func:`sum_over_replicas`."""
     wishes = sum_over_replicas(torch.tensor([float(wanted)]), what, always=True)
-    # If replicas are absent the sum is scaled up. If a present replica does not want what is asked,
-    # the sum is still smaller by at least 1.
+    # If replicas are absent, the sum is scaled up. But if a present replica does not wish this, the
+    # sum is still smaller by at least 1.
     return bool(wishes.item() > _count - 0.5)
 
 

@@ -14,13 +14,13 @@ import torch
 from . import bytepslib, job
 
 _told: set[int] = set()
-"""Replicas whose loss this process has logged, until they are back."""
+"""Replicas whose loss this process has logged. A replica that is back is removed."""
 _told_until: int | None = None
 """Number of consumed samples up to which losses were logged; None before the first step."""
 
 
 def begin(args: Namespace) -> None:
-    """Begin with the current sample, after this replica has joined others: they have logged earlier
+    """Begin at the current sample, when this replica joins: the other replicas have logged earlier
     losses."""
     global _told_until
     _told_until = args.consumed_train_samples

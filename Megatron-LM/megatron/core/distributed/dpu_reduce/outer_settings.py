@@ -22,7 +22,7 @@ class Outer:
     after: int = 0
     """Number of initial steps in which gradients are summed."""
     delay: int = 0
-    """Number of steps that an exchange may take while replicas go on."""
+    """Number of steps that replicas may make while an exchange is in flight."""
     fragments: int = 1
     """Number of parts of the model, which are exchanged at different steps."""
 

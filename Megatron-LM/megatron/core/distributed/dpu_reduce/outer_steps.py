@@ -39,7 +39,7 @@ class OuterSteps:
         self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int, joins: bool = False
     ) -> None:
         """`done`: number of local steps that were made before a resumed job. `joins`: this replica
-        takes its state from another one, so parameters are not compared."""
+        copies the state of another replica, so parameters are not compared."""
         self._model, self._optimizers = model, list(inner(optimizer))
         self.done = done
         """Number of local steps made. This object counts them, because a rank may own no exchanged
@@ -177,7 +177,7 @@ def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> 
     """
     if _running is not None:
         return _running.step()
-    # The current iteration may itself be in --iterations-to-skip.
+    # The current iteration may be one of --iterations-to-skip.
     outer = outer_settings.parse(args.dpu_outer)
     if outer.steps > 1 and args.curr_iteration + 1 >= outer.after:
         _leave_each_other(args, model, optimizer)

@@ -387,8 +387,8 @@ def parse(
             return _parse(words, {**variables, **more}, architecture)
         except NotMegatrons as error:
             reasons.append(error)
-    # Prefers an error that is not about CUDA_DEVICE_MAX_CONNECTIONS: the attempt that raised it got
-    # past that check.
+    # The errors may differ. An error about CUDA_DEVICE_MAX_CONNECTIONS is the last choice: the
+    # other attempt has passed that check.
     raise next((one for one in reasons if _CONNECTIONS not in str(one)), reasons[0])
 
 

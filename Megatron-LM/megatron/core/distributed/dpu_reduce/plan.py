@@ -46,7 +46,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
         grads = bucket.grad_data
         if op.route == bytepslib.routes.COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
             continue
-        # Only sums that every step makes are declared. If the optimizer shards a bucket, the whole
+        # Only sums of every step are declared here. If the optimizer shards a bucket, the whole
         # bucket is rarely summed, and its first sum declares it.
         if op.kept is not None:
             declarations.append(op.kept.declaration(op, grads, average=average))
@@ -278,8 +278,8 @@ def _register_buffer(
 def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
-    """Return the operation with its place on the servers and, node first, its sums inside
-    the host."""
+    """Return the operation with its placement on the servers and, with the node-first route, its
+    sums inside the host."""
     bps, routes = bytepslib.byteps, bytepslib.routes
     elements = bucket.grad_data.numel()
     if op.route == routes.COLLECTIVE or elements == 0:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Quorum:
-    """Once `replicas` replicas wait, the others have `seconds` seconds left."""
+    """Rule for late replicas: once `replicas` replicas wait, the others have `seconds` seconds
+    left."""
 
     replicas: int
     seconds: float

@@ -3,9 +3,9 @@
 """Handles replicas that leave, are lost, or come back, between two steps.
 
 After each step at which replicas meet, a small sum over all replicas tells which replicas are
-there, which leave, and whether a replica joins. Samples that sums have lacked are logged and
-recorded. A replica joins while all others wait; the first replica sends the state to it
-(:mod:`.replica_state`).
+there, which leave, and whether a replica joins. Samples whose gradients were missing in a sum are
+logged and recorded. While a replica joins, all others wait, and the first of them sends it the
+state (:mod:`.replica_state`).
 
 A machine that is about to be reclaimed sends SIGTERM to its processes. When any rank of a replica
 receives the signal, the replica finishes its current step and leaves. The pushes of this replica
@@ -123,7 +123,7 @@ def _numbers(args: Namespace) -> set[int]:
 
 
 def listen(args: Namespace) -> None:
-    """From now on, when training begins, SIGTERM makes the replica leave."""
+    """Make SIGTERM end this replica's part in the job from now on. Called when training begins."""
     global _notice
     if _notice is None and _in_main_thread():
         _notice = _Notice(args)
@@ -152,13 +152,9 @@ def leaves() -> bool:
 
 
 def wants_to_end(flag: bool) -> bool:
-    """Return whether a rank of this replica was asked to end. If so, and if some replica was not
-    asked, this replica leaves after this iteration. Signals that arrive later do not count in this
-    iteration: otherwise all replicas could leave, and no replica would save a checkpoint.
-
-    Args:
-        flag: whether Megatron's own handler received its signal on any rank of this replica.
-    """
+    """Return whether any rank of this replica was asked to end. If so, and if another replica was
+    not asked, this replica leaves after this iteration. Signals that arrive later count only in the
+    next iteration: otherwise all replicas could leave, and no replica would save a checkpoint."""
     global _leaves
     (any_told,) = job.most_inside([int(flag or told())])
     _leaves = bool(any_told)
@@ -198,12 +194,8 @@ def _in_main_thread() -> bool:
 
 
 def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """If this replica is late (came to a running job), wait until it may join, and take the state
-    from another replica. Call it when the model is built.
-
-    Raises:
-        byteps.torch.BytePSError: the job has ended, or the giving replica was lost.
-    """
+    """If the job was already running when this replica came, wait until it may join, and copy the
+    state of another replica. Call this when the model is built."""
     members = bytepslib.members
     if not members.is_late():
         return

@@ -74,7 +74,7 @@ class State:
         self._optimizers = list(outer_steps.inner(optimizer))
         self._on_servers = list(kept_by_servers(self._optimizers))
         self.megabytes = 0.0
-        """Number of megabytes that were given or taken."""
+        """Number of megabytes sent to or received from the other replica."""
         self.megabytes_of_servers = 0.0
         """Number of megabytes that came from the servers."""
 
@@ -181,7 +181,7 @@ def _facts_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _described(value: Any, parameter: torch.Tensor) -> Any:
-    """Return a tensor's type, shape and device; any other value itself."""
+    """Return the type, shape and device of a tensor. Return any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     return {

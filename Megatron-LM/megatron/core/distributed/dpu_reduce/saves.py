@@ -5,7 +5,7 @@
 All replicas save at the same iteration. A small sum tells which replicas are present and stay,
 since a replica may have been lost in the last step, or be about to leave. The first staying replica
 saves while the others wait, and a second sum tells whether the save has succeeded. If the saving
-replica was lost, the next replica saves. So a job that goes on, or ends with status 0, has the
+replica was lost, the next replica saves. So a job that continues, or ends with status 0, has the
 checkpoint.
 
 With ``--async-save`` the second sum only tells that the save has begun. The end of training checks

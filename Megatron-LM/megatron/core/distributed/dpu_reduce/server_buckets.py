@@ -116,8 +116,8 @@ def make_server_buckets(
     """Lay the bucket's parameters end to end, like its gradients, and declare them.
 
     If gradients travel in blocks of few bits, the gradients that are kept as bf16 form a separate
-    bucket. This bucket is the first, because it takes its gradients out of the common memory as it
-    sends them.
+    bucket. That bucket is the first, because it removes its gradients from the common memory when
+    it sends them.
 
     Args:
         bucket: a bucket with a ``dpu_reduce_op``. Its gradient data may move later, but must keep
@@ -186,8 +186,8 @@ def _taken_out(bucket: _ParamAndGradBucket) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Specs:
-    """Specs of the tensors that this rank sends of a bucket: `others` in few bits (or everything),
-    `kept` in bf16."""
+    """Specs of the tensors of a bucket that this rank sends: `kept` in bf16, `others` in few bits.
+    Without few bits, all are in `others`."""
 
     others: BucketSpec
     kept: BucketSpec

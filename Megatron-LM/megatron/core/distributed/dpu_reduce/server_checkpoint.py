@@ -8,9 +8,9 @@ moments, in the parameter's shape. So each of the two optimizers can resume from
 other one, also in another layout.
 
 A rank reads and saves the elements that it would own in the distributed optimizer: a range of each
-bucket, and so ranges of parameters. A checkpoint stores boxes of the parameters' global tensors;
-any boxes will do that cover each tensor once. The saved tensors are copies, so they may be written
-while training goes on. One rank of each group loads.
+bucket, and so ranges of parameters. A checkpoint stores boxes of the parameters' global tensors,
+which together cover each tensor once. The saved tensors are copies, so they may be written while
+training goes on. One rank of each group loads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedBox:
     begin: int
     end: int
     place: ShardedTensor
-    """Place of the box in the global tensor, without values."""
+    """Position of the box in the global tensor, without values."""
 
     def holding(self, values: torch.Tensor) -> ShardedTensor:
         """Return the box with a copy of these values."""

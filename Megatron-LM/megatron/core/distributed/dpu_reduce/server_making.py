@@ -170,8 +170,8 @@ class RanksAndServers(ChainedOptimizer):
 
     def __init__(self, ranks: RanksPart, served: ServerOptimizer) -> None:
         mine = ranks.optimizer
-        # A subclass of ChainedOptimizer has cut its matrices over ranks, so it must not be taken
-        # apart.
+        # A subclass of ChainedOptimizer divides its matrices over ranks, so it must stay one
+        # optimizer.
         parts = mine.chained_optimizers if type(mine) is ChainedOptimizer else [mine]
         super().__init__([*parts, served])
         self._served = served

@@ -4,9 +4,10 @@
 
 Servers keep the fp32 parameters and the moments. A rank holds only parameters and gradients.
 Megatron's sums over tensor- and pipeline-parallel ranks, and its scaling, happen before the
-data-parallel sum here: these operations are linear, so their order does not matter. Then
-:meth:`ServerOptimizer.step` sends the gradients. With ``--overlap-grad-reduce``, buckets that those
-operations do not change are sent as soon as the backward pass has computed them.
+data-parallel sum here: these operations are linear, so their order does not matter.
+:meth:`ServerOptimizer.step` sends the gradients after these operations. With
+``--overlap-grad-reduce``, a bucket that they do not change is sent as soon as the backward pass has
+computed it.
 
 Servers answer with parameters that are right if nothing is clipped. These parameters are pulled
 into the gradients' memory while later gradients are pushed, and are used once the norm is known.

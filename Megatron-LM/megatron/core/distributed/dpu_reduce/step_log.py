@@ -2,8 +2,7 @@
 
 """Cost of reductions per step, for the TensorBoard and wandb writers of ``megatron.training``.
 
-A single rank writes: the rank that writes Megatron's own values. It writes what it has measured
-itself.
+One rank writes them, the rank that writes Megatron's own values. They are its own measurements.
 """
 
 from __future__ import annotations

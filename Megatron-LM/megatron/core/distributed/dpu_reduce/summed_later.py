@@ -127,7 +127,7 @@ class SummedLater:
             or "k_layernorm" in name
         ):
             return True
-        # Stages may share embeddings; only the model knows which.
+        # Pipeline stages may share embeddings; only the model has that information.
         return self._pipeline_parallel and (
             "embedding" in name
             or "output_layer" in name

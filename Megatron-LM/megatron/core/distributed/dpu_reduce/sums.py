@@ -111,7 +111,8 @@ def start_grad_sync(
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
     if op.kept is None:
         return _start_all(bucket, op, sharded=sharded, average=average)
-    # The kept values are taken out first, so that they do not influence the scale of any block.
+    # The values that stay bf16 are taken out first, so that they do not influence any block's
+    # scale.
     kept = op.kept.start(op, bucket.grad_data, average=average)
     return kept.after(_start_all(bucket, op, sharded=sharded, average=average))
 
@@ -178,8 +179,8 @@ def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
 
 @contextmanager
 def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
-    """Context in which no micro-batch counts as the last, and in which the call of
-    ``finalize_model_grads`` that ends the pass is recorded, but not made."""
+    """Context for a pass whose gradients are not summed: no micro-batch counts as the last, and the
+    call of ``finalize_model_grads`` that ends the pass is recorded, but not made."""
     first = model[0]
     config = first.config
     names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")

@@ -95,7 +95,8 @@ _WITHOUT_SHARDS = tuple(
     (why, tuple(one for one in some if one.name != "use_distributed_optimizer"))
     for why, some in _IN_ARGUMENTS
 )
-"""With Muon, ``--use-distributed-optimizer`` cuts matrices over ranks, which still happens."""
+"""Settings to switch off with Muon: all but ``--use-distributed-optimizer``, which divides matrices
+over ranks."""
 _READERS = (
     ("log_params_norm", "--log-params-norm"),
     (
@@ -161,10 +162,10 @@ def _overlap(args: Namespace) -> str:
 
 
 def _fit_to_replicas(args: Namespace) -> None:
-    """Change arguments that replicas cannot use. No replica may repeat a step, because the
-    gradients of the repeated step would be summed with those of the next step of other replicas.
-    Only the first replica writes files that all replicas would write. SIGTERM ends a replica after
-    its step, and must not end its data loaders earlier: see :mod:`.replica_changes`."""
+    """Change arguments that replicas cannot use. No replica may repeat a step: its gradients would
+    be summed with those of other replicas' next step. Files that all replicas would write are
+    written by the first replica only. SIGTERM ends a replica after its step, and must not end its
+    data loaders earlier: see :mod:`.replica_changes`."""
     args.exit_signal_handler = True
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
