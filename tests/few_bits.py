@@ -29,7 +29,6 @@ def chance_seed(name: str, number: int, rank: int) -> int:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Mix words of 32 bits."""
     words = (words ^ (words >> 16)) * 0x85EBCA6B & _WORD
     words = (words ^ (words >> 13)) * 0xC2B2AE35 & _WORD
     return words ^ (words >> 16)
@@ -73,7 +72,7 @@ def moved(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 class Rounding:
-    """Rounds values of the same place repeatedly; error feedback adds the previous rounding
+    """Rounds values at the same positions repeatedly. Error feedback adds the last rounding
     errors."""
 
     def __init__(self, form: str, *, feedback: bool) -> None:

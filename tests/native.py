@@ -87,7 +87,7 @@ def build(*programs: str, sanitize: str = "") -> Path:
             *(cmake, "--fresh", "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
             *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
-            # The same name as in the wheel's build, because ccache depends on it.
+            # The compiler has the same name as in the wheel's build, because ccache depends on it.
             f"-DCMAKE_CXX_COMPILER={compiler}",
             *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
         ]
@@ -130,7 +130,7 @@ def _write_compile_commands(made: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock: tests run in parallel, so one builds, and the others wait and find it built."""
+    """Hold a lock on a folder: of parallel tests, one builds there, and the others wait."""
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -214,7 +214,6 @@ class SumJob:
         return [program, "--pause-ms", "5", "--tensors", "2", *sizes]
 
     def spawn(self, title: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start a process."""
         self.processes[title] = Spawned(title, list(command), dict(env), self._folder)
 
     def demand_running(self) -> None:

@@ -30,7 +30,8 @@ def block_under(page: str, title: str) -> list[str]:
 def lines_with(pattern: str) -> list[list[str]]:
     """List the words of each different line of all pages that matches, ready to run.
 
-    What the reader fills in is replaced by an example, and the dots for his own flags are dropped.
+    Words that a reader must fill in are replaced by examples, and the dots for further flags are
+    dropped.
     """
     shown = [block for page in PAGES for block in blocks(page.read_text(encoding="utf-8"))]
     lines = dict.fromkeys(line for block in shown for line in block if re.search(pattern, line))

@@ -161,7 +161,6 @@ class Topology:
 
     @property
     def worker_hosts(self) -> int:
-        """Return the number of hosts with workers."""
         return -(-self.workers // self.ranks_per_host)
 
 

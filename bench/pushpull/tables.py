@@ -166,7 +166,6 @@ def ratio_pairs(run: Run) -> list[tuple[Case, str, str, Ratio]]:
 
 
 def ratio_table(run: Run) -> list[Sequence[str]]:
-    """Return the table of these ratios."""
     lines: list[Sequence[str]] = [RATIO_HEAD]
     for case, ours, theirs, found in ratio_pairs(run):
         lines.append(

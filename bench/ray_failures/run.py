@@ -58,7 +58,6 @@ def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
 
 
 def machine() -> str:
-    """Describe the machine."""
     where = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU"
     return f"{where}; load {os.getloadavg()[0]:.0f} from other work at the end"
 

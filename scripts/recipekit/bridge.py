@@ -133,7 +133,6 @@ class _AutoBridge:
 
 
 def names(package: str) -> list[str]:
-    """Return the names of the recipes of a package."""
     return [f"{package}:{name}" for name in _recipes(package)]
 
 

@@ -129,7 +129,6 @@ def _run(what: str, command: Sequence[str]) -> str:
 
 
 def show(before: Evaluation, after: Evaluation, prompt: str) -> None:
-    """Print the evaluations before and after training."""
     print(f"loss on text that was held out, by transformers: {before.loss:.4f} -> {after.loss:.4f}")
     print(f"the prompt:\n{_indented(prompt)}")
     for when, seen in (("before", before), ("after", after)):

@@ -116,7 +116,8 @@ def test_what_is_slow_or_wrong_is_named() -> None:
 
 
 def test_sharded_ways_are_compared_with_the_links() -> None:
-    """By gloo 2 gathers of 16 bits and an all-reduce, by NCCL a reduce-scatter."""
+    """A step sends two gathers of 16 bits and, over gloo, an all-reduce; over NCCL, a
+    reduce-scatter."""
     assert frameworks_run.links_ratio("fsdp-bf16", "cpu") == 64 / 48
     assert frameworks_run.links_ratio("fsdp-int8-gathers", "cuda") == 48 / (3 * 8 * 130 / 128)
     ways = ("fsdp", "fsdp-bf16")

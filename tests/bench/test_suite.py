@@ -32,7 +32,8 @@ def experiment(name: str, low: float) -> Experiment:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two experiments, 1.5 times as fast as gloo; the names of those that ran."""
+    """Replace all experiments by two, 1.5 times as fast as gloo; return the names of those that
+    ran."""
     names: list[str] = []
 
     def run_plan(plan: Plan, name: str, deadline: float | None) -> Run:

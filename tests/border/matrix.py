@@ -147,5 +147,5 @@ def rows(
 
 
 def names(argument: str) -> Sequence[str]:
-    """Split a list at commas."""
+    """-"""
     return [word for word in argument.split(",") if word]

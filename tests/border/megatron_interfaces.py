@@ -107,7 +107,7 @@ class _MegatronScaler:
 
 
 class Megatron(MegatronGloo):
-    """The same interface with ``use_dpu_reduce``."""
+    """Megatron with ``use_dpu_reduce``."""
 
     name = "--use-dpu-reduce"
     through_servers = True
@@ -123,7 +123,7 @@ class Megatron(MegatronGloo):
 
 
 class MegatronServed(Megatron):
-    """The same interface with ``dpu_optimizer``."""
+    """Megatron with ``dpu_optimizer``."""
 
     name = "--dpu-optimizer"
     flags: ClassVar[dict[str, Any]] = {"dpu_optimizer": True, "dpu_reduce_backend": "flat"}

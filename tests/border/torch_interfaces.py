@@ -93,7 +93,7 @@ class DistributedOptimizer(Served):
 
 
 class ServerOptimizer(Served):
-    """`bps.ServerOptimizer`."""
+    """Interface whose model is trained by `bps.ServerOptimizer`."""
 
     name = "ServerOptimizer"
     reference = "gloo"
@@ -201,7 +201,7 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 class Fsdp(FsdpGloo, C10d):
-    """The same with BYTEPS_C10D=1: all-reduces over hosts go through servers."""
+    """FSDP2 with BYTEPS_C10D=1: all-reduces over hosts go through servers."""
 
     name = "FSDP2"
     reference = "fsdp2-gloo"
@@ -234,7 +234,7 @@ class ShardedGloo(FsdpGloo):
 
 
 class Sharded(ShardedGloo, Fsdp):
-    """The same with BYTEPS_FSDP_DTYPES: reduce-scatters go through servers."""
+    """FSDP2 with BYTEPS_FSDP_DTYPES: reduce-scatters go through servers."""
 
     name = "FSDP2 sharded"
     reference = "fsdp2-sharded-gloo"

@@ -94,7 +94,7 @@ class Machine:
         (root / "etc/hosts").write_text("127.0.0.1 localhost\n10.9.0.1 host-a\n")
         shutil.copytree(release, root / "home/user/release")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        # Not a command for users: their Python and torch exist already.
+        # Users have their own Python and torch, so their pages do not have this command.
         self.run(
             f"{sys.base_prefix}/bin/{version} -m venv /opt/venv; "
             f"echo /opt/packages >/opt/venv/lib/{version}/site-packages/packages.pth"

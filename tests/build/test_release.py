@@ -116,7 +116,7 @@ def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
-    """One commit, compiled in two places, gives the same bytes. The patches of the archive
+    """A commit that is compiled in two places gives the same bytes, and the patches in its archive
     apply."""
     ship_tools()
     first = _released(tmp_path / "one", tmp_path / "cache")
@@ -275,8 +275,8 @@ MODULES = {
     "byteps/trial/reports.py": "tests/unit/test_trial.py",
     "byteps/trial/verdict.py": "tests/unit/test_trial.py",
 }
-"""All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel
-(wheel.exclude in pyproject.toml) or gets a test, and a line here."""
+"""All modules of the wheel, and the test that runs each on a CPU. A new module is left out of the
+wheel (wheel.exclude in pyproject.toml) or gets a test, and a line here."""
 
 
 def test_each_module_of_the_wheel_has_its_test() -> None:

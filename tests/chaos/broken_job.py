@@ -32,7 +32,7 @@ TIMEOUTS = {
     "BYTEPS_STOP_TIMEOUT_S": "1",
 }
 MOST_LIVES = 8
-"""Most starts of a kept job's workers: a fault ends before that."""
+"""Limit of the starts of a kept job's workers. A fault needs fewer."""
 DISK_BYTES = 16 << 10
 """Size of the full file system, for a node's timeline."""
 
@@ -58,7 +58,7 @@ class Result:
 
     @property
     def survived(self) -> bool:
-        # A replica that returns after the others have ended is too late.
+        # A replica that returns after the others have ended cannot join any more.
         lasts = self.script.spares > 0 or self.script.returns
         return all(status == 0 for status in self.ended.values()) or (lasts and not self.wrong)
 
@@ -73,7 +73,7 @@ def run(*command: str) -> str:
 def _statuses_of(faults: Sequence[Fault], node: str) -> set[int]:
     """Get the statuses with which a node may end after a signal."""
     kinds = {fault.kind for fault in faults if fault.node == node}
-    # A node without a place in the job does not catch SIGTERM yet.
+    # A node without a rank in the job does not catch SIGTERM yet.
     given = {"kill": {-signal.SIGKILL}, "term": {-signal.SIGTERM, 128 + signal.SIGTERM}}
     return {status for kind in kinds & given.keys() for status in given[kind]}
 
@@ -151,8 +151,8 @@ class Job:
             "DMLC_NUM_SERVER": str(script.servers),
         }
         if script.keep:
-            # If the end of the last life was missed, this ends the processes that wait for another
-            # life.
+            # If the end of the last generation was missed, this limit ends the processes that wait
+            # for another generation.
             env |= {"BYTEPS_KEEP": "1", "BYTEPS_KEEP_TIMEOUT_S": "30"}
         if script.tls:
             env["BYTEPS_TLS"] = "1"
@@ -190,7 +190,7 @@ class Job:
         """Wait until faults may begin."""
 
     def _workers(self) -> list[Process]:
-        """Get the workers of the current life."""
+        """Return the workers of the current generation."""
         return [self._processes[f"worker {rank}"] for rank in range(self.script.workers)]
 
     def _spawn(self, node: str, command: list[str], env: dict[str, str], life: int = 0) -> None:
@@ -315,8 +315,8 @@ class Job:
         self._look_for_remains()
 
     def _names_any(self, said: str, victims: set[str]) -> bool:
-        # For a scheduler that was cut off or stopped, all others were silent. Later lives of a kept
-        # job find remains of earlier lives.
+        # A scheduler that was cut off or stopped has seen all other nodes silent. In a kept job,
+        # later generations find remains of earlier ones.
         if "scheduler" in victims or self.script.keep:
             return bool(re.search(r"scheduler|server \d|worker \d", said))
         patterns = [r"cannot be joined: it closed the connection"]

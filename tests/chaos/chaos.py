@@ -234,7 +234,7 @@ class LastingJob(Job):
         nursery: Forks the workers, if they are Python programs.
     """
 
-    # Only a peer's silence is detected by a time limit.
+    # These limits matter only for silent peers, which nothing else detects.
     settings: ClassVar[Mapping[str, str]] = {
         "BYTEPS_REPLACE_SERVERS_S": "60",
         "BYTEPS_OP_TIMEOUT_S": "90",
@@ -268,7 +268,6 @@ class LastingJob(Job):
             self._start_worker(rank)
 
     def _start_worker(self, rank: int) -> None:
-        """Start a replica."""
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         number = {"BYTEPS_REPLICA": f"{rank}/{self.script.workers}"}
         self._fork(rank, "train", {**ranks, **number}, REPLICA_PACE_S)
@@ -311,7 +310,7 @@ class LastingJob(Job):
     # ----- the run
 
     def _await_begin(self) -> None:
-        """Wait until all have come: no node may be missing at the start."""
+        """Wait until all nodes have joined, because none may be missing at the start."""
         self._await_text("scheduler", "the job is complete")
 
     def _await_text(self, node: str, text: str) -> None:
@@ -328,7 +327,7 @@ class LastingJob(Job):
         if not fault.loses or not was_there:
             return
         lasts = fault.kind in ("stop", "cut")
-        # A stopped replica still exists and has to find out itself.
+        # The process of a stopped replica still exists, and must notice its removal by itself.
         if not lasts or not fault.node.startswith("worker"):
             again = partial(self._gone.append, fault.node)
             away = lasts or fault.node == "scheduler"
@@ -395,8 +394,8 @@ class ReturningJob(LastingJob):
 class LosingJob(ReturningJob):
     """Replaces lost servers and restarts killed replicas, too."""
 
-    # A spare at the job's end waits for the scheduler until its return timeout. A replica that
-    # joins while the scheduler gathers nodes, some of them lost, waits for that.
+    # A spare server at the job's end waits for the scheduler until its return timeout. A replica
+    # that joins may have to wait until the scheduler no longer waits for lost nodes.
     settings: ClassVar[Mapping[str, str]] = {
         **LastingJob.settings,
         **ReturningJob.settings,
@@ -440,7 +439,7 @@ class CopyingJob(LastingJob):
                 return
             lost = self._lost()
             super()._break(fault)
-            # If the server was a waiting spare, nothing is lost.
+            # If the killed server was a waiting spare, no server is lost.
             self._await(lambda: self._lost() > lost, fault.seconds + FOUND_S)
 
     def _await(self, holds: Callable[[], bool], seconds: float) -> bool:
@@ -459,7 +458,7 @@ class CopyingJob(LastingJob):
         replaced = self._processes["scheduler"].text.count("has taken the place of")
         everyone = [*self._processes.values(), *(process for _, process in self._earlier)]
         copied = sum(process.text.count(COPIED) for process in everyone)
-        # Two servers report a new server: the server itself and the server whose copy it has.
+        # Two servers report a new server: the server itself, and the server whose state it copies.
         return self._lost() == replaced and copied >= self.script.servers + 2 * replaced
 
 

@@ -1,14 +1,14 @@
 """A long training job over links that break, with ranks that die and rejoin: chaos.py --minutes.
 
 A scheduler and two servers (--keep) serve two Megatron ranks under `torchrun --max-restarts`. Now
-and then a host's connections are reset, its link is cut or a server is stopped for a moment;
-nothing may end from that. From time to time a rank is killed: torchrun restarts both ranks, and
-they continue from the last checkpoint with the same servers. Memory, descriptors and threads of
+and then a host's connections are reset, its link is cut, or a server is stopped for a moment; no
+process may end because of that. From time to time a rank is killed: torchrun restarts both ranks,
+and they continue from the last checkpoint with the same servers. Memory, descriptors and threads of
 every process are sampled.
 
 Checks: training continues to the end and every process ends well; a repeated step gives exactly the
-same loss; the samples are flat within the last half of each long life of the ranks. For processes
-that survive the ranks, samples are also flat between these lives.
+same loss; the samples are flat within the last half of each long generation of the ranks. For
+processes that survive the ranks, samples are also flat between these generations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIVES = (1, 1, 10)
 """Times until a rank is killed, as parts of a cycle, repeated."""
 CYCLE_S = 1800.0
 START_S, END_S = 900.0, 600.0
-"""Time limits for a busy machine: until a life's first step, and of the end."""
+"""Time limits in seconds, for a busy machine: until a generation's first step, and for the end."""
 
 
 def _life_of(record: Path) -> int:
@@ -98,7 +98,7 @@ class Soak(Job):
         env |= {name: os.environ[name] for name in ("HOME",) if name in os.environ}
         env |= {"OMP_NUM_THREADS": "1", "MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore"}
         env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        # Otherwise ranks of a new life may find addresses of the previous life there.
+        # Without this, ranks of a new generation could find addresses of the last one in the store.
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         saved = str(self.folder / "checkpoints")
         restarts = ("--max-restarts", "100000", "--monitor-interval", "0.5")
@@ -129,7 +129,7 @@ class Soak(Job):
                 )
                 if self._now >= self._seconds and self._expected_life > 0:
                     return self._end()
-                # No rank is killed so late that the next life would not show.
+                # No rank is killed so late that the next generation could not show its effect.
                 late = self._expected_life > 0 and self._now > self._seconds - 2 * unit
                 if lived >= unit * LIVES[self._expected_life % len(LIVES)] and not late:
                     self._kill_a_rank()
@@ -142,7 +142,7 @@ class Soak(Job):
             time.sleep(0.1)
 
     def _watch_life(self) -> float | None:
-        """Get the training time of the current life; None before its first step."""
+        """Return the training time of the current generation; None before its first step."""
         record = self.folder / f"life-{self._expected_life}.jsonl"
         newest = max([self._expected_life, *map(_life_of, self.records)])
         if newest > self._expected_life:
@@ -167,7 +167,6 @@ class Soak(Job):
                 raise RuntimeError(f"{name} ended with {process.status} before the end:\n{tail}")
 
     def _ranks(self) -> dict[int, int]:
-        """Get pids by rank."""
         found: dict[int, int] = {}
         for task in Path(f"/proc/{self._processes[RANKS].pid}/task").glob("*"):
             for pid in (task / "children").read_text().split():

@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.trainkit.job import read_record
 
 LONG_LIFE = 0.5
-"""Part of the longest life from which a life counts as long."""
+"""A generation counts as long from this fraction of the longest one."""
 
 FLAT_BYTES, FLAT_PART = 1 << 20, 0.01
 """Limits of memory growth that is still flat: bytes, and part of the median."""
@@ -102,7 +102,8 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _long_lives(samples: Sequence[Sample]) -> list[tuple[int, float, float]]:
-    """Get the ranks' long lives with their last halves, in seconds since the soak began."""
+    """Return the ranks' long generations with their last halves, in seconds since the soak
+    began."""
     times: dict[int, list[float]] = defaultdict(list)
     for one in samples:
         if one.node.startswith("worker"):
@@ -141,11 +142,11 @@ def _series(part: Sequence[Sample], quantity: str) -> dict[str, tuple[list[float
 
 
 def trends(samples: Sequence[Sample]) -> list[Trend]:
-    """Compute trends within the last half of each long life, and between long lives for other
-    processes.
+    """Compute trends within the last half of each long generation and, for processes that outlive
+    the ranks, between long generations.
 
-    A server's memory returns to the kernel between two lives and grows again in the first minutes
-    of the next life, so that a line through several lives would mean nothing.
+    A server's memory returns to the kernel between two generations and grows again in the first
+    minutes of the next one, so a line through several generations would mean nothing.
     """
     found = []
     halves = _long_lives(samples)
@@ -172,7 +173,7 @@ def _trend(node: str, when: str, quantity: str, median: float, growth: float) ->
 
 
 def replayed(records: Sequence[Path]) -> tuple[int, int, list[str]]:
-    """Count steps and repeated steps, and list differences between the lives."""
+    """Count steps and repeated steps; list differences of repeated steps between generations."""
     losses: dict[int, float] = {}
     again, wrong = 0, []
     for record in records:

@@ -1,4 +1,4 @@
-"""A rank of the soak under torchrun, which restarts it: each life records its own steps."""
+"""A rank of the soak under torchrun, which restarts it. Each start records its own steps."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LASTING = {
     "the scheduler": (3001, 3002, 3006),
     "servers with copies": (4007,),
 }
-"""Jobs by what they lose. tests/multiproc loses each of it alone."""
+"""Jobs by the processes that they lose. tests/multiproc tests each kind of loss separately."""
 MOST_JOBS_S = 240
 
 
@@ -96,7 +96,7 @@ def samples(
     per_life: float = 0,
     lives: int = 2,
 ) -> list[Sample]:
-    """Make samples of lives of an hour each, with noise, in which a quantity of a process grows."""
+    """Make noisy samples of generations of an hour each, in which a quantity of a process grows."""
     noise = random.Random(3)
     found = []
     for number in range(int(lives * 3600 / EVERY_S)):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.requires("gpu")
 
 SMALL = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "60"}
 TINY_POOL = {**SMALL, "BYTEPS_PINNED_BYTES": "1"}
-"""Pinned memory for a single partition: the others wait for it."""
+"""Pinned memory for a single partition, so that all others wait for it."""
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -121,7 +121,7 @@ FLAT = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "100"}
 NODE_FIRST = {**FLAT, "BYTEPS_C10D_BACKEND": "node-first"}
 SHORT = {**FLAT, "BYTEPS_PEER_TIMEOUT_S": "3"}
 AWAITED = {**FLAT, "BYTEPS_STREAMED_BYTES": "0"}
-"""Too little pinned memory: the host waits."""
+"""With too little pinned memory for streamed sums, the host waits."""
 STARTS, AT_ONCE = 30, 10
 
 

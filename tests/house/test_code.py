@@ -119,7 +119,7 @@ LEAST_IN_THEIR_FILE = 0.6
 
 
 def test_a_class_stands_in_the_file_of_its_name() -> None:
-    """Most classes with methods; the others are small and belong to a class of their file."""
+    """Most classes with methods have their own file; the others belong to a class of their file."""
     elsewhere = []
     count = 0
     for path in sorted(CODE.rglob("*.h")):
@@ -199,7 +199,7 @@ LOOKS = re.compile(r"^\+\s*(if|elif|while|assert)\b.*\b(use_dpu_reduce|dpu_optim
 
 
 def test_megatron_looks_at_none_of_our_flags() -> None:
-    """Each flag is tested in a single place, dpu_reduce/hooks.py."""
+    """Megatron's code tests no flag of ours: only dpu_reduce/hooks.py does, each flag once."""
     lines = [
         f"{patch.name}: {line}"
         for patch in sorted(PATCHES.rglob("*.patch"))

@@ -209,7 +209,7 @@ def test_a_job_s_pod_serves_itself_or_finds_the_spare_machines(name: str) -> Non
     inside = container_of(pod)
     assert inside["image"] == f"megatron-byteps-worker:{VERSIONS['IMAGE_TAG']}"
     assert {"--use-dpu-reduce", "--dpu-reduce-wire-dtype=int8"} <= set(inside["args"])
-    # Without a ConfigMap and a Secret, ranks start their own servers.
+    # Without a ConfigMap and a Secret for a cluster, ranks start their own servers.
     sources = [one["valueFrom"] for one in inside["env"] if "valueFrom" in one]
     sources += inside.get("envFrom", [])
     asked = [ref for one in sources for kind, ref in one.items() if kind != "fieldRef"]

@@ -106,7 +106,6 @@ class Buildah:
         return run(script, suite, arch, CACHE / "images", *packages, env=self.env).strip()
 
     def image(self, *arguments: str, **env: str) -> None:
-        """Run scripts/images.sh."""
         run(ROOT / "scripts/images.sh", *arguments, env={**self.env, **env})
 
     @contextmanager
@@ -130,8 +129,8 @@ class Podman:
     def __init__(self, folder: Path, storage_conf: Path) -> None:
         self.folder = folder
         config = folder / "containers.conf"
-        # Without control groups, which need rights to /sys/fs/cgroup, and without limits above this
-        # process's.
+        # The containers have no control groups, which need rights to /sys/fs/cgroup, and no limits
+        # above this process's.
         config.write_text(f"""
 [containers]
 cgroups = "disabled"

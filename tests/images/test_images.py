@@ -177,7 +177,7 @@ def test_it_trains(
         return json.loads(podman("inspect", *map(container_of, (*NODES, *WORKERS))))
 
     try:
-        # They wait for their workers without a limit.
+        # Scheduler and servers wait for their workers without a limit.
         podman.run(*compose, "up", "--detach", *NODES)
         deadline = time.monotonic() + LATEST_S
         while not all(healthy(node) for node in NODES):
@@ -337,7 +337,7 @@ def test_a_job_on_x86(
     with buildah.container(worker_image, "amd64") as worker:
         torch = Path(buildah("mount", worker).strip()) / "opt/venv" / SITE
         with bare(buildah, "amd64", wheel_for("x86_64")) as container:
-            # After the environment's own packages, so that byteps is the installed package.
+            # This path follows the environment's own packages, so byteps is the installed package.
             late = f"echo /opt/torch >/opt/venv/{SITE}/late.pth"
             buildah("run", container, "--", "sh", "-ec", late)
             said = buildah(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.layouts.functional.arguments import Case
 
-# Nothing else here: every rank imports this file.
+# This is the only import of the project here, because every rank imports this file.
 from tests.layouts.functional.rows import CASES
 
 

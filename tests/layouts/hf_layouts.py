@@ -33,7 +33,6 @@ TABLE = Table(
 
 
 def row(layout: Layout, outcome: Outcome, *, lora: bool) -> list[str]:
-    """Make a row of the table."""
     part = f"adapters, {outcome.trained:.0%}" if lora else "all"
     by_peft = "" if outcome.adapter_logits is None else f"{outcome.adapter_logits:.0e}"
     same = "yes" if outcome.round_trip and outcome.equal else "**no**"

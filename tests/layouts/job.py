@@ -82,7 +82,7 @@ CUDA_TE = dataclasses.replace(
     CUDA,
     # Transformer Engine's layers read this variable in their constructors.
     environment={**CUDA.environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
-    # Without a compiler at run time.
+    # There is no compiler at run time.
     arguments=("--transformer-impl", "transformer_engine", "--disable-jit-fuser"),
 )
 """GPUs with layers of Transformer Engine."""
@@ -132,8 +132,8 @@ def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
             allow.
     """
     global _started_for
-    # Some releases of Python do not pass sys.path to the server. A module that the server cannot
-    # import is silently left to every child.
+    # Some releases of Python do not pass sys.path to the server. If the server cannot import a
+    # module, every child must import it.
     path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with _STARTING, _environment({**platform.environment, **path}):
         if _started_for is not None and _started_for.preloaded != platform.preloaded:
@@ -241,7 +241,8 @@ class Job:
         per_machine = min(together, children.count_gpus())
         first = self.first_gpu + rank // per_machine * per_machine
         return {
-            # Only these: torch takes the rank modulo their number as the index of its GPU.
+            # No other GPU is visible, because torch takes the rank modulo their number as its
+            # index.
             "CUDA_VISIBLE_DEVICES": children.some_gpus(first, per_machine),
             **children.place_among(rank, per_machine),
         }

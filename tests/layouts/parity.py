@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Nothing else here: every rank imports this file.
+# This is the only import of the project here, because every rank imports this file.
 from tests.layouts.gpt.rows import LAYOUTS, Layout
 from tests.layouts.gpt.te_rows import TE_LAYOUTS
 

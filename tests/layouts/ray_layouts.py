@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Nothing else here: every local rank imports this file.
+# This is the only import of the project here, because every local rank imports this file.
 from tests.layouts.table import Table
 from tests.layouts.under_ray.rows import CELLS, Cell
 
@@ -32,7 +32,6 @@ MADE_BY = {
 
 
 def table_of(device: str) -> Table:
-    """Get the table for this kind of device."""
     return Table(
         begin=f"<!-- made by {MADE_BY[device]} -->",
         head=("layout", "trained", "sums per step", "same bits"),
@@ -43,13 +42,11 @@ def table_of(device: str) -> Table:
 
 
 def row(cell: Cell, outcome: Outcome) -> list[str]:
-    """Make a row of the table."""
     same = "**no**" if outcome.differences else "yes"
     return [cell.name, cell.trained, str(outcome.sums), same]
 
 
 def title(cell: Cell) -> str:
-    """Make a title of the cell."""
     return f"{cell.name}, {cell.trained}"
 
 

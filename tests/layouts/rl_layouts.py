@@ -89,7 +89,6 @@ TABLE = Table(
 
 
 def row(run: Run, outcome: Outcome) -> list[str]:
-    """Make a row of the table."""
     cells = [run.training, f"tp{run.rollout}", run.algorithm.upper(), run.mode]
     cells.append(", ".join(sorted(set(outcome.backends))) or "-")
     cells += [f"{outcome.steps[0].reward:.3f}", f"{outcome.steps[-1].reward:.3f}"]
@@ -103,7 +102,6 @@ def apart(outcome: Outcome) -> float:
 
 
 def problems(run: Run, outcome: Outcome) -> list[str]:
-    """List failed checks."""
     wrong = []
     # Asynchronous rollouts use older weights.
     if run.mode == "sync" and apart(outcome) >= ROUNDING:

@@ -24,7 +24,7 @@ _PLAIN = (
 """Methods of torch's process groups that move values. Barriers and point-to-point messages are left
 out: they add nothing up."""
 _HELPERS = ("megatron.core.tensor_parallel.mappings", "megatron.training.cpu_platform")
-"""Modules that call collectives on behalf of others."""
+"""Modules whose functions call collectives for other code."""
 
 
 def train_watched(

@@ -133,7 +133,7 @@ def meet(folder: Path, *, wait: bool) -> None:
 def _kill(victim: str) -> None:
     if victim == "rank":
         os.kill(os.getpid(), signal.SIGKILL)
-    # Only servers of this job: processes started by its first rank have its store's port.
+    # Only this job's servers are killed: processes of its first rank have its store's port.
     mark = f"MASTER_PORT={os.environ['MASTER_PORT']}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -164,7 +164,8 @@ def undecayed() -> None:
 
 
 def checked() -> None:
-    """Not broken: gradients that were sent early are checked again in the step."""
+    """Check a step without a fault: gradients that were sent early are compared again in
+    the step."""
     os.environ["BYTEPS_CHECK_GRADIENTS"] = "1"
 
 
@@ -197,8 +198,8 @@ def summed_once_more_checked() -> None:
 
 
 def pushed_twice() -> None:
-    """Not broken: Megatron's rerun machine repeats the passes of each step. No gradient is zeroed
-    while servers send into its memory."""
+    """Check of a step without a fault: Megatron's rerun machine repeats the passes of each step. No
+    gradient is zeroed while servers send into its memory."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
@@ -246,8 +247,8 @@ def lost() -> None:
 
 
 def sent_before_the_step() -> None:
-    """Not broken: all gradients that only data-parallel ranks sum are sent when the step begins,
-    after the first step, in which Megatron learns when buckets are ready."""
+    """Check of a step without a fault: after the first step, in which Megatron learns when buckets
+    are ready, all gradients that only data-parallel ranks sum are sent when the step begins."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     step = ServerOptimizer.step
@@ -264,8 +265,8 @@ def sent_before_the_step() -> None:
 
 
 def come_late(rank: int) -> None:
-    """Not broken: a rank sends its gradients after the others. The order of the three additions
-    shows: 2**30, 1 and -2**30 give 0 or 1."""
+    """Check of a step without a fault: one rank sends its gradients after the others. The order of
+    the three additions shows: 2**30, 1 and -2**30 give 0 or 1."""
     from megatron.core.distributed.dpu_reduce import server_buckets, sums
 
     def late(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""A fictitious job of thousands of ranks: this process acts as one of them."""
+"""A simulated job of thousands of ranks, in which this process plays one rank."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def train_layout(
 
 
 def compiles(folder: Path) -> tuple[float, int]:
-    """On the CPU's replacements, in a process that has compiled nothing: return the result of a
-    compiled function, and the number of its graphs."""
+    """Return the result of a compiled function, and the number of its graphs. It runs with the
+    CPU's replacements, in a process that has compiled nothing before."""
     cpu_platform.install()
     torch.compiler.set_stance("default")
     graphs: list[torch.fx.GraphModule] = []

@@ -196,8 +196,8 @@ def core_muon(folder: Path, served: bool) -> dict[str, Any]:
         for step in range(4):
             ddp.zero_grad_buffer()
             optimizer.zero_grad()
-            # Enough rows for gradients of full rank: Muon makes rounding errors as large as the
-            # rest.
+            # The batch has enough rows for gradients of full rank. With fewer, Muon would make
+            # rounding errors as large as the other values.
             inputs = torch.sin(torch.arange(128.0).view(16, 8) ** 2 + step + dist.get_rank())
             (ddp(inputs).square().sum() * (1.0 + step % 2 * 9.0)).backward()
             ddp.finish_grad_sync()

@@ -140,7 +140,8 @@ def test_bad_use(asked: Check) -> None:
 
 
 def test_groups_are_those_that_megatron_makes() -> None:
-    """Two hosts of four: tensor parallelism inside a pair, experts over the pairs of a host."""
+    """Two hosts have four ranks each; tensor parallelism is in pairs, experts over a host's
+    pairs."""
     split = Parallelism(world=8, tensor=2, expert=2, expert_tensor=2, experts=4)
     assert split.groups("dense") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert split.groups("expert") == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -280,7 +281,8 @@ STEPS = {
     "scale_gradients": "all gradients",
     **NOT_OF_GRADIENTS,
 }
-"""Its calls on models or with collectives, and how `SummedLater` covers each."""
+"""Calls of finalize_model_grads on models or with collectives, and how `SummedLater` covers
+them."""
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:

@@ -1,5 +1,5 @@
-"""Checkpoints: a run saved with one backend resumes with the other without a difference; which rank
-saves which part of an optimizer on the servers, and when it is written.
+"""Checkpoints: a run saved with one backend resumes with the other without a difference. Also tests
+which rank saves which part of an optimizer on the servers, and when.
 
 With two ranks all sums are bit-identical, so a resumed run must equal the uninterrupted run with
 either backend.
@@ -316,7 +316,7 @@ def test_ranks_save_a_bucket() -> None:
 
 @pytest.mark.thorough
 def test_a_stage_that_learns_nothing_saves_nothing(run_job: Callable[..., Job]) -> None:
-    """Such a stage is not waited for either."""
+    """A pipeline stage without trained parameters saves nothing, and no other rank waits for it."""
     job = run_job("core_frozen_stage", 4)
     assert sum(job.result(rank) for rank in (0, 1)) == 0
     assert sum(job.result(rank) for rank in (2, 3)) == 4 * 3 + 3

@@ -23,7 +23,7 @@ def made_up(
     sharded: bool = False,
     wire_size: int | None = None,
 ) -> Run:
-    """Return a run of one group and one bucket whose sums are rounded once."""
+    """Return a made-up run of one group and one bucket, whose sums are rounded once."""
     steps: list[list[Step]] = [[] for _ in range(ranks)]
     members = tuple(range(ranks))
     for number in range(STEPS):

@@ -89,8 +89,9 @@ def test_forced_all_reduce(run_job: RunJob, overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_no_sync_starts_no_sum(run_job: RunJob, overlap: bool) -> None:
-    """Nothing is sent before the last micro-batch. With overlap, from the second step on, all sums
-    start in its backward pass (in the first step Megatron learns which gradients exist)."""
+    """With no_sync, gradients are sent only in the last micro-batch. With overlap, from the second
+    step on, all sums start in its backward pass (in the first, Megatron learns which gradients
+    exist)."""
     config = {"overlap_grad_reduce": overlap, "bucket_size": 64}
     job = run_job("core_no_sync", 2, config=config)
     first, second = job.result(0)
@@ -119,7 +120,8 @@ def test_two_models_of_one_process_have_keys_of_their_own(run_job: RunJob) -> No
 def test_a_rank_that_wraps_one_more_model_alone_does_not_change_the_others_names(
     run_job: RunJob,
 ) -> None:
-    """Rank 0 wraps its own model, for a group of only itself, before the second common model."""
+    """Rank 0 wraps a model of its own, for a group of itself only, before the second common model.
+    The names of the common model stay the same."""
     job = run_job("core_one_more", 2, environment={"BYTEPS_OP_TIMEOUT_S": "20"})
     for rank in range(2):
         gradients, ops = job.result(rank)
@@ -184,8 +186,8 @@ def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: bool) -> None:
-    """Either route may be faster here. All ranks choose the same route. The sums are those of a job
-    without servers."""
+    """Either route may be faster on this machine. All ranks choose the same route, and the sums are
+    those of a job without servers."""
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
     auto = {**config, "use_dpu_reduce": True, "dpu_reduce_backend": "auto"}
     ours = run_job("core_forced", 4, config=auto, per_host=2)
@@ -378,8 +380,8 @@ def test_an_unusual_dtype_has_a_name() -> None:
 
 
 def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
-    """Only its members know a group. What they build for it changes nothing for another group, even
-    one with the same lowest rank."""
+    """Only the members of a group know the group. The models that they wrap for it do not change
+    another group's names and placements, even if it has the same lowest rank."""
     everywhere, here = bucket_op.Named(), bucket_op.Named()
     group, alone = (0, 1), (0,)
     seen = []

@@ -21,14 +21,14 @@ from tests.multiproc.cluster import RUN_S, START_S, Cluster, Spawned
 
 RunJob = Callable[..., Job]
 
-# Speculative steps are kept; in each step Megatron compares the ranks' parameters.
+# Speculative steps are kept, and Megatron compares the ranks' parameters in each step.
 ARGUMENTS = (
     *("--bf16", "--use-dpu-reduce", "--dpu-optimizer", "--clip-grad", "100"),
     *("--overlap-grad-reduce", "--check-weight-hash-across-dp-replicas-interval", "1"),
     *("--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
 )
 SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_PARTITION_BYTES": "4096"}
-# Number of steps of the others before they fail.
+# Number of steps that the other ranks make before they fail.
 MADE = {"pushed": 2, "answered": 3}
 LOST = {
     "server": r"BytePSError: .*server [01]\b.*lost",
@@ -56,8 +56,8 @@ def digests_of(job: Job) -> list[str]:
 def test_one_is_killed_within_a_step(
     run_job: RunJob, dataset: Dataset, run_dir: Path, victim: str, phase: str
 ) -> None:
-    """The others end with an error that names the victim, and with the parameters of an
-    uninterrupted run. The job resumes from its checkpoint with the bits of that run."""
+    """When one process is killed, the other ranks end with an error that names it, and with the
+    parameters of an uninterrupted run. The job resumes with the bits of that run."""
     folder = str(run_dir / "checkpoint")
 
     def run(*arguments: str, **settings: object) -> Job:
@@ -95,7 +95,7 @@ def test_servers_with_too_little_memory(run_job: RunJob, dataset: Dataset) -> No
             r".*may keep 100000 \(BYTEPS_SERVER_STATE_BYTES\)",
             job.log_of(rank).read_text(errors="replace"),
         )
-        # No step was made or begun.
+        # The rank has neither made nor begun a step.
         assert not (job.folder / f"digests.{rank}").exists()
         assert not (job.folder / f"left.{rank}").exists()
 
@@ -202,7 +202,7 @@ BACKENDS = {"byteps": ("--use-dpu-reduce",), "all-reduce": ()}
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_the_check_ends_the_job(run_job: RunJob, dataset: Dataset, backend: tuple[str]) -> None:
-    """The rank that finds it reports it; the other rank does not wait for it."""
+    """The rank that finds the fault reports it, and the other rank does not wait for it."""
     arguments = [*data_arguments(dataset), *backend]
     job = run_job("train_poisoned", 2, fails=True, arguments=arguments)
     assert "found NaN in local grad norm for bucket #0" in job.log_of(1).read_text()

@@ -59,7 +59,8 @@ def test_three_programs_give_one_answer(hosts: int, capsys: pytest.CaptureFixtur
 
 
 def test_fast_nics_stay_with_nccl(capsys: pytest.CaptureFixture[str]) -> None:
-    """One of 400 Gbit/s for each of eight GPUs, on eight hosts: README and both programs agree."""
+    """For eight hosts with eight GPUs and NICs of 400 Gbit/s, README and both programs
+    advise NCCL."""
     own = ["--hosts", "8", "--gpus", "8", "--link-gbps", "400", "--nics", "8"]
     for transport in ("tcp", "rdma"):
         check.main([*own, "--transport", transport, "--", *RECIPE, *SHARDED])

@@ -73,7 +73,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("optimizer", [NOTHING, optimizer_of(torch.empty(0))])
 def test_a_rank_that_owns_nothing_steps_as_the_others(optimizer: Any, tmp_path: Path) -> None:
-    """Such a rank exchanges in the same steps as the other ranks of its replica."""
+    """A rank that owns no parameters exchanges in the same steps as the others of its replica."""
     model = torch.nn.ModuleDict()
     model.ddp_config = SimpleNamespace(use_distributed_optimizer=False)  # type: ignore[assignment]
     rank = outer_steps.OuterSteps(ARGS, [model], optimizer, done=5)

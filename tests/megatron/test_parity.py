@@ -223,7 +223,7 @@ THOROUGH = (
     "dp2-do-ramp-overlap",
     "dp2-overlap-tokens-acc2",
 )
-"""Layouts whose features are covered by others too."""
+"""Layouts whose features other layouts cover, too."""
 
 
 @pytest.mark.parametrize(
@@ -328,8 +328,8 @@ def test_gradients_that_tensor_parallel_ranks_sum_hold_up_no_others(
 def test_a_gradient_that_changes_after_it_was_sent_is_named(
     reference: Reference, run_dir: Path, name: str, broken: str, said: str
 ) -> None:
-    """With the optimizer on the servers and overlap, Megatron sums a gradient that was assumed to
-    be final."""
+    """The error names a gradient that changed after it was sent: with the optimizer on the servers
+    and overlap, Megatron sums a gradient that was assumed to be final."""
     assert re.search(said, reference.failure(name, run_dir, broken))
 
 
@@ -344,12 +344,13 @@ def test_a_gradient_that_changes_after_it_was_sent_is_named(
 def test_no_gradient_changes_after_it_was_sent(
     reference: Reference, run_dir: Path, name: str
 ) -> None:
-    """For everything that this Megatron does after the backward pass; the results are the same."""
+    """No gradient changes after it was sent, whatever Megatron does after the backward pass."""
     assert not reference.against(name, run_dir, "checked").misses
 
 
 def test_passes_that_run_again_are_sent_again(reference: Reference, run_dir: Path) -> None:
-    """With the optimizer on the servers and overlap, the second gradients count, and only once."""
+    """If passes run again, with an overlapping server optimizer, only the second gradients
+    count."""
     report = reference.against("servers-dp4-overlap-acc2", run_dir, "pushed-twice")
     assert len(report.misses) > 0
     assert all(" pushed " in miss or " pulled " in miss for miss in report.misses), report.misses

@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 HOLD_S = 3.0
-"""Seconds between two steps of replicas that wait for one to come back."""
+"""Seconds between two steps of replicas that wait for another replica to come back."""
 
 
 class DieAndReturn:
@@ -150,8 +150,9 @@ class DieInAStep:
 def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
     prefix: Path, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:
-    """The returning replica loads the checkpoint, as at the start, and then takes the state of the
-    other one. At the start it also sent the checkpoint's state to the servers; now it does not."""
+    """Replica 0 dies and comes back in a job that began with a checkpoint. It loads the checkpoint,
+    as at the start, and then takes the state of the other replica. At the start it also sent the
+    checkpoint's state to the servers; now it does not."""
     words, arguments = ("--replicas", "2"), (*optimizer, "--ckpt-format", "torch_dist")
     save = ("--save", str(tmp_path), "--save-interval", "4")
     options = failures.parse([*TINY, *words, "--steps", "4", "--", *arguments, *save])
@@ -177,7 +178,7 @@ def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
 def test_the_first_one_dies_in_the_last_step_before_a_save(
     prefix: Path, tmp_path: Path, layout: str
 ) -> None:
-    """Another replica saves, including the outer state, and ends well."""
+    """If replica 0 dies in the last step before a save, another one saves all, and ends well."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "6", "--pace", "1"]
@@ -234,8 +235,8 @@ def test_one_that_is_told_to_end_leaves(
     assert [rank.status for rank in watch.told.ranks] == [143] * options.ranks, watch.told.text
     (told,) = re.findall(r"SIGTERM\), and leaves after iteration (\d+)", watch.told.text)
     last = int(told)
-    # A step's record is written before the ranks agree on the step: the signal may come between.
-    # With outer steps it is the step of the next exchange.
+    # A step's record is written before the ranks agree on the step, so the signal may come between
+    # the two. With outer steps, the replica leaves at the step of the next exchange.
     assert last in ((4, 5) if options.every == 1 else (6,))
     assert len(watch.told.record.steps) == last
     others = [life for life in job.lives if life is not watch.told]

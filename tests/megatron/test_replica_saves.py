@@ -65,8 +65,8 @@ BOTH_LEAVE = [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_first_that_is_there_and_stays_saves(others: Others) -> None:
-    """An absent first replica is passed over, even if it was lost in the step before and no other
-    replica knows yet."""
+    """If the first replica is absent, the next one saves, even if the first was lost in the last
+    step and no other replica knows yet."""
     assert others.save(("here", BOTH), ("saved", [1.0, 1.0])) == []
     assert others.save(("here", ALONE), ("saved", [0.0, 2.0])) == MINE
     assert others.save(("here", FIRST_LEAVES), ("saved", [1.0, 1.0])) == MINE

@@ -109,7 +109,7 @@ def test_layouts_with_the_optimizer_on_servers(prefix: Path, layout: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_checkpoints_of_servers(prefix: Path, tmp_path: Path, ranks: str) -> None:
-    """A replica saves parameters and moments, and all resume from them; so does a plain job."""
+    """One replica saves what servers keep. All replicas, and a plain job, resume from that."""
     keep = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
     served = ("--dpu-optimizer", "--lr-decay-iters", "8")
     words = ("--replicas", "2", "--ranks", ranks, "--steps", "8")
@@ -191,14 +191,14 @@ def test_a_checkpoint_of_a_plain_job(prefix: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_outer_steps_learn(prefix: Path, tmp_path: Path) -> None:
-    """Two optimizers and a delay, after summed steps. Before a save replicas are equal, including
-    the biases of their routers."""
+    """Two optimizers and a delay follow some summed steps, and the loss falls. Before a save all
+    replicas are equal, including the biases of their routers."""
     words = (*TWO_BY_TWO, "--steps", "12", "--delay", "1", "--fragments", "2")
     save = ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
     options = options_of(*words, megatron=(*MOE, *save))
     run = bench.train(options, prefix, (4, 3))
     plain = bench.train(options_of(*words, megatron=MOE), prefix, EACH_STEP)
-    # Each replica reports the third loss for itself.
+    # Each replica reports its own third loss.
     assert run["losses"][:2] == plain["losses"][:2]
     assert run["losses"][2] == pytest.approx(plain["losses"][2], rel=1e-6)
     assert run["losses"] == pytest.approx(plain["losses"], rel=0.1)

@@ -86,10 +86,10 @@ def test_inside_one_host_nothing_goes_to_servers() -> None:
 @pytest.mark.parametrize(
     ("hosts", "per_host", "servers", "options", "route", "host_bytes"),
     [
-        # One rank per host: 2(n-1)/n in a ring, 1 through as many servers.
+        # With one rank per host, a ring sends 2(n-1)/n of the bytes, and as many servers send 1.
         (4, 1, 4, {}, FLAT, 1.0),
         (8, 1, 8, {}, FLAT, 1.0),
-        # Two workers send the same either way, and few servers are the bottleneck.
+        # Two workers send the same number of bytes either way, and few servers are the bottleneck.
         (2, 1, 2, {}, COLLECTIVE, 1.0),
         (4, 1, 2, {}, COLLECTIVE, 1.5),
         # Several ranks: the host's NIC carries the tensor once, not once per rank.
@@ -171,8 +171,7 @@ def test_slow_servers_are_left_out_where_rates_are_known() -> None:
 
 
 def test_measured_rates_decide() -> None:
-    """By the number of bytes, servers are 1.5 times as fast; measured rates may decide
-    otherwise."""
+    """By the number of bytes, servers are 1.5 times as fast. Measured rates override this."""
     what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
     told = network(4, 4, gbps=100)
     for through_servers, route in ((80e8, FLAT), (60e8, COLLECTIVE)):

@@ -206,7 +206,7 @@ def test_a_load_forgets_what_was_sent_of_a_step_that_failed() -> None:
 
 
 def test_copies_are_summed_alike(seen: Seen) -> None:
-    """If stages are spread over hosts differently, tied embeddings would drift apart."""
+    """Even if stages are spread differently over hosts, tied embeddings are summed alike."""
     hosts = "aabbabab"
     ranks = seen(*PIPELINE, *NODE_FIRST, program="train_on_hosts", ranks=8, hosts=hosts)
     ends = [
@@ -285,7 +285,8 @@ def test_a_job_that_resumes_makes_the_steps_of_one_that_goes_on(
 
 
 def test_what_each_rank_has_lost_is_saved_on_request(train: Train, run_dir: Path) -> None:
-    """With that request, a job that saves computes the same bits as a job that does not."""
+    """If each rank's losses are saved, a job that saves makes the same steps as one that
+    does not."""
     shared = (*INT4, *DROPOUT, *SHARDED, "--dpu-feedback-per-rank")
     save = ("--save", str(run_dir / "checkpoint"), "--save-interval", "2")
     whole = train(*shared, environment=FEW)

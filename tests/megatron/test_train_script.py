@@ -101,7 +101,7 @@ def _demand_metrics(said: str, writer: str) -> None:
     found = re.findall(rf"^{writer} (\d+) byteps/(\w+) (\S+)$", said, re.M)
     values = {(int(step), name): float(value) for step, name, value in found}
     sent = {values[step, "sent_bytes_per_step"] for step in (1, 2, 3)}
-    # bf16 gradients, of parameters whose number the padding of buckets rounds up.
+    # The gradients are bf16. Their number is rounded up, because buckets are padded.
     assert len(sent) == 1 and sent.pop() > 100_000, values
     for step in (1, 2, 3):
         assert values[step, "throughput_bytes_per_s"] > 0

@@ -259,7 +259,7 @@ def test_steps_return_while_parameters_come_down_unless_something_reads_them(
     ],
 )
 def test_matrices_stay_on_the_ranks_with_muon(words: tuple[str, ...], by_layer: bool) -> None:
-    """They are split over ranks by layer, as before, without shards of gradient buffers."""
+    """With Muon, matrices are split over ranks by layer, and gradient buffers are not sharded."""
     args = parameters.parse([*SMALL, "--dpu-optimizer", *words], world=2)
     assert args.optimizer == "muon" and not args.use_distributed_optimizer
     assert args.use_layer_wise_distributed_optimizer is by_layer

@@ -1,4 +1,4 @@
-"""pretrain_dpu_gpt.py, with writers of TensorBoard and wandb that print what they get."""
+"""Runs pretrain_dpu_gpt.py with writers of TensorBoard and wandb that print the values they get."""
 
 from __future__ import annotations
 

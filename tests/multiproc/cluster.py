@@ -37,7 +37,7 @@ SECRET = secrets.token_hex(32)
 
 
 def server_executable() -> str:
-    """Return the installed byteps-server, or the one in this variable (built with a sanitizer)."""
+    """Return the path of byteps-server: the installed one, or one that a variable names."""
     if os.environ.get(SERVER_VARIABLE):
         return os.environ[SERVER_VARIABLE]
     return children.server_executable()
@@ -289,7 +289,8 @@ class Cluster:
         self.finish(timeout_s)
 
     def finish(self, timeout_s: float = RUN_S) -> None:
-        """Wait for the workers, then the others; require exit status 0 and no failed check."""
+        """Wait for all processes, workers first. All must exit with status 0, and no check may have
+        failed."""
         wait_all(self.workers.values(), timeout_s)
         self.demand_checks()
         bad = {w.title: w.status for w in self.workers.values() if w.status != 0}
@@ -344,7 +345,7 @@ def wait_for_file(path: Path, timeout_s: float, alive: Iterable[Process] = ()) -
 
 
 def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
-    """Wait for all within one deadline; names every process that is late."""
+    """Wait for all processes within one deadline. The error names every process that is late."""
     deadline = time.monotonic() + timeout_s
     late = []
     for process in processes:

@@ -30,7 +30,7 @@ from tests.multiproc.cluster import (
 def start_looping(
     make: Callable[..., Cluster], env: Mapping[str, str], *, workers: int, servers: int
 ) -> Cluster:
-    """Start a cluster whose workers sum in a loop until something ends them."""
+    """Start a cluster whose workers sum in a loop, until a test ends them."""
     cluster = make(workers=workers, servers=servers, env=env)
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(workers))
@@ -121,7 +121,7 @@ def wait_for_count(node: Process, text: str, times: int = 1) -> None:
 
 
 def start_with_spare(cluster: Cluster, **args: object) -> list[Nursed]:
-    """Start a cluster, and a spare server once the others have their places."""
+    """Start a cluster, and a spare server once all ranks of servers are taken."""
     workers = cluster.start("lost_servers:train", **args)
     wait_done(cluster, 1)
     wait_for_count(cluster.start_server(), "waiting for the place of a server")

@@ -64,8 +64,8 @@ class Hello:
 
 
 def proof(secret: str, who: str, said: bytes) -> bytes:
-    """Return the proof that `who` ("connects" or "listens") has the secret, after the bytes
-    `said`."""
+    """Return the bytes by which `who` ("connects" or "listens") proves to have the secret, for the
+    greetings `said`."""
     key = hmac.digest(secret.encode(), _PURPOSE, "sha256")
     return hmac.digest(key, who.encode() + b"\0" + said, "sha256")
 
@@ -95,7 +95,7 @@ def greeted(
 
 
 def answer_to(said: bytes, address: tuple[str, int], timeout_s: float = END_S) -> bytes:
-    """Return the node's whole answer to these bytes; repeats if they arrived too late."""
+    """Return the node's whole answer to these bytes. Send them again if they arrived too late."""
     deadline = time.monotonic() + timeout_s
     while True:
         with socket.create_connection(address, timeout=timeout_s) as stranger:
@@ -124,7 +124,7 @@ def greet(stranger: socket.socket, hello: Hello, secret: str) -> str:
 
 
 def receive(stranger: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes; raises TooLate if the other side closes earlier."""
+    """Receive `count` bytes. Raise TooLate if the other side closes earlier."""
     said = stranger.recv(count, socket.MSG_WAITALL)
     if len(said) < count:
         raise TooLate(f"the connection closed after {len(said)} of {count} bytes")

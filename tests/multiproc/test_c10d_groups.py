@@ -9,7 +9,7 @@ import pytest
 from tests.multiproc.cluster import Cluster
 from tests.multiproc.test_c10d import FLAT
 
-# A sum that meets another group's would never end by itself.
+# If sums of two groups met, they would wait for ever without this limit.
 SOON = {**FLAT, "BYTEPS_OP_TIMEOUT_S": "30"}
 
 

@@ -130,7 +130,7 @@ def test_a_scheduler_that_is_not_there(make_cluster: Callable[..., Cluster], tak
     cluster.port = 1
     said = check(cluster, "server")
     demand_wrong(said, NO_SCHEDULER, "the scheduler (127.0.0.1:1)", "start it first")
-    # Checks that need no scheduler were made; another listening program does not count as a
+    # Checks that need no scheduler were made. The program that listens there does not count as a
     # scheduler.
     assert "ok    it can listen at 127.0.0.1:" in said.stdout
     cluster.port = int(taken)
@@ -303,7 +303,7 @@ def test_a_socket_that_was_left_behind_is_taken_over(make_cluster: Callable[...,
     first.send(signal.SIGKILL)
     first.wait(END_S)
     assert socket.exists()
-    # In a job of its own, because in the first job the killed server keeps its place for a while.
+    # A second job is used, because in the first one the killed server keeps its rank for a while.
     other = make_cluster(workers=1, servers=1)
     other.start_scheduler()
     third = start_with_socket(other, "third", "--role", "server", socket=socket)

@@ -105,7 +105,7 @@ def test_a_job_from_up_to_down(job: Job, run_dir: Path) -> None:
     assert len({path.read_text() for path in secrets}) == 1 and len(secrets) == 4
     assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
     assert f"me@{LOOPBACK}" in Path(f"{job.ssh}.hosts").read_text().split()
-    # The job ends by itself: all processes have ended.
+    # The job ends by itself: the status shows four processes as ended.
     wait_for(job, r": ended", 4)
     # At its end torchrun may log errors about the store of the other agent.
     logs = job.run("logs", "--lines", "1000").stdout

@@ -221,7 +221,7 @@ def test_two_hosts_on_one_machine(job: Started) -> None:
 
 
 def test_single_process(job: Started) -> None:
-    """No launcher and no torch.distributed."""
+    """A single process works without a launcher and without torch.distributed."""
     launcher = job.start("again")
     assert launcher.wait(RUN_S) == 0, launcher.text
     assert "rank 0 of 1, 1 servers, sums are right" in launcher.text
@@ -267,7 +267,7 @@ LAUNCHERLESS = (
 def test_without_a_launcher(
     job: Started, make_cluster: Callable[..., Cluster], row: Launcherless, cluster: bool
 ) -> None:
-    """Rank and size are those given to init_process_group; places on the host are found."""
+    """Rank and size are those given to init_process_group; local ranks are found by host names."""
     env = {"BYTEPS_C10D_BACKEND": "flat", "MASTER_ADDR": "127.0.0.1", **row.env}
     if cluster:
         nodes = make_cluster(workers=2, servers=1)
@@ -276,7 +276,7 @@ def test_without_a_launcher(
         env |= known | {"BYTEPS_SECRET": SECRET}
         if not row.c10d:  # With a named cluster its variables have priority over torch.distributed.
             env = {name: value for name, value in env.items() if name not in LAUNCHER_VARIABLES}
-    # With RANK and WORLD_SIZE, hosts are not compared either.
+    # If RANK and WORLD_SIZE are set, ranks do not compare their hosts either.
     alone = cluster and row.how == "env" and not row.c10d
     program = {"how": row.how, "c10d": row.c10d, "hosts": row.hosts, "alone": alone}
     launcher = job.start_program("launcherless:spawned", program, env=env)
@@ -291,8 +291,8 @@ def test_without_a_launcher(
     ids=["standalone", "master-addr"],
 )
 def test_restarts(job: Started, rendezvous: str, lives: int) -> None:
-    """torchrun shares a store between all lives of a job; it contains the values of earlier
-    lives."""
+    """torchrun shares a store between all generations of a job, so it contains values of earlier
+    ones."""
     launcher: tuple[str, ...] = TORCHRUN
     if rendezvous == "master-addr":
         port = str(free_ports())
@@ -318,7 +318,7 @@ def test_killed_ranks_leave_no_server(job: Started) -> None:
 
 
 def test_killed_rank_is_named(job: Started) -> None:
-    """Rank 0 takes scheduler and servers with it; the others' error names rank 0, not these."""
+    """If rank 0 is killed with its scheduler and servers, the other ranks' error names rank 0."""
     port = str(free_ports())
     ranks = []
     for rank in range(2):
@@ -372,7 +372,7 @@ def test_interrupt_ends_everything(job: Started) -> None:
     job.demand_no_process()
 
 
-# torchrun for a replica that gets SIGTERM: it is not restarted, and the exit status says why.
+# torchrun for a replica that gets SIGTERM: no restart, and an exit status that says why.
 
 
 SCRIPT = """
@@ -423,7 +423,7 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
     ],
 )
 def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
-    """Two ranks: each life gives two lines."""
+    """The status of a job of two ranks has two lines for each of its generations."""
     process = start(run_dir, what)
     written = run_dir / "lives"
     try:

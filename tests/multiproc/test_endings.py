@@ -33,9 +33,9 @@ class Ending:
     way: str
     status: int
     why: str = ""
-    """Reason that all others report, a regex; empty for a good end."""
+    """Reason that all other nodes report, as a regex; empty if the process ends well."""
     quick: bool = False
-    """Whether `make test` tries it, too."""
+    """Whether `make test` runs this case, too."""
 
 
 ENDINGS = (
@@ -86,7 +86,7 @@ def start(
 
 @EACH
 def test_while_another_rank_works(make_cluster: Make, ending: Ending) -> None:
-    """A good end leaves the others alone; any other ends all of them, with the reason."""
+    """If a rank ends well, the others go on. Otherwise all of them end, with its reason."""
     cluster, other = start(make_cluster, ending)
     end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]
@@ -117,7 +117,7 @@ def test_after_the_other_rank_has_left(make_cluster: Make, ending: Ending) -> No
 @EACH_THOROUGH
 @pytest.mark.thorough
 def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
-    """A kept cluster outlives a bad end, reports the reason, and ends well with the next
+    """A kept cluster outlives a rank that fails, reports the reason, and ends well with the next
     generation."""
     cluster, other = start(make_cluster, ending, keep=True)
     end_rank(cluster, ending)
@@ -163,7 +163,7 @@ def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
         return
     assert other.wait(END_S) == 1, other.text
     assert re.search("BytePSError: " + ending.why, other.text), other.text
-    # Rank 0 ends the nodes that it has started, which may have failed by themselves by then.
+    # Rank 0 ends the nodes that it has started, unless they have failed by themselves before.
     assert not re.search("ended with signal (?!15)", other.text), other.text
 
 
@@ -179,7 +179,7 @@ def test_of_the_rank_that_started_the_cluster(make_cluster: Make, ending: Ending
     if not ending.why:
         assert not list(cluster.folder.glob("byteps-embedded-*"))
         return
-    # Its scheduler is lost with it, and reports this before it ends.
+    # The scheduler is lost with rank 0, which started it, and reports this before it ends.
     lost = "worker 0, which started it, was lost"
     demand_error(other, lost if ending.why == LOST else ending.why.replace("worker 1", "worker 0"))
 
@@ -200,7 +200,7 @@ def test_while_another_rank_hangs(make_cluster: Make, way: str) -> None:
 def test_a_rank_whose_connections_close_before_its_process_ends_is_named(
     make_cluster: Make,
 ) -> None:
-    """The blamed rank is not the one whose closed connection torch.distributed notices first."""
+    """The error names the lost rank, not the one whose closed connection torch notices first."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.start("failures:waits_for_a_peer")
     cluster.wait_mark("joined", range(2))
@@ -236,8 +236,8 @@ WRONG = (
 def test_a_refused_node_and_then_the_right_ones(
     make_cluster: Make, wrong: Wrong, keep: bool
 ) -> None:
-    """A worker of a wrong launch comes first, and is refused: it has no effect on the right
-    launch."""
+    """A worker with wrong settings comes first, and is refused. The later workers are not
+    affected."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_KEEP": str(int(keep))})
     cluster.start_nodes()
     env = {"DMLC_NUM_SERVER": str(wrong.servers), "BYTEPS_START_TIMEOUT_S": "1"}
@@ -279,8 +279,8 @@ def pause(process: Process, seconds: float) -> None:
 
 @pytest.mark.thorough
 def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
-    """The scheduler is stopped for longer than it waits for other nodes. The others wait even
-    longer."""
+    """The scheduler is stopped for longer than it waits for other nodes, which wait even longer.
+    The job goes on."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "10"})
     cluster.start_scheduler()
     cluster.set_env({"BYTEPS_PEER_TIMEOUT_S": "60"})
@@ -289,15 +289,15 @@ def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
         cluster.start_worker(rank, "failures:steady")
     cluster.wait_mark("looping", range(2))
     pause(cluster.scheduler, 14)
-    # Longer than a heartbeat of the others: any effect of the pause has happened by then.
+    # This is longer than a heartbeat of the other nodes, so any effect of the pause has happened.
     time.sleep(6)
     cluster.go("end")
     cluster.finish()
 
 
 def test_scheduler(make_cluster: Make) -> None:
-    """The scheduler is stopped for longer than the others wait. They report this, and so does the
-    scheduler itself."""
+    """The scheduler is stopped for longer than the other nodes wait. They report this, and so does
+    the scheduler itself."""
     cluster = start_looping(make_cluster, SHORT, workers=2, servers=1)
     stop(cluster.scheduler)
     workers = list(cluster.workers.values())
@@ -345,14 +345,15 @@ def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None
     cluster.finish()
 
 
-# Servers and schedulers that get signals: running operations finish, and all learn the reason.
+# Servers and schedulers that get signals: operations in flight finish, and all nodes get the
+# reason.
 
 
 FIVE_SECONDS = {"BYTEPS_PEER_TIMEOUT_S": "5"}
 
 
 def test_everything_is_told_to_end_at_once(make_cluster: Make) -> None:
-    """A cluster manager signals everything at once.
+    """A cluster manager sends SIGTERM to all processes at once.
 
     Scheduler and servers stay until the workers have saved. Some processes get the signal twice:
     from the manager and from the script that started them.

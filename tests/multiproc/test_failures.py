@@ -33,8 +33,8 @@ SILENT = f"no heartbeat.*BYTEPS_PEER_TIMEOUT_S={PEER_TIMEOUT_S}"
 
 
 class TestKilled:
-    """The connection closes. Processes that are stopped, whose heartbeats are missing, are in
-    test_endings.py."""
+    """Processes are killed, so their connections close. (Processes that are stopped are in
+    test_endings.py.)"""
 
     def test_worker(self, make_cluster: Callable[..., Cluster]) -> None:
         cluster = start_looping(make_cluster, SHORT, workers=3, servers=2)
@@ -73,8 +73,8 @@ class TestKilled:
 def test_rounds_end_while_their_server_closes_its_connections(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """The server waits a second for answers that are not read; sums reach their deadlines
-    meanwhile."""
+    """The server waits a second for answers that are not read. In this time sums reach their
+    deadlines, and fail."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "5"})
     cluster.start("failures:unread")
     cluster.wait_mark("pushed", [0])
@@ -88,7 +88,7 @@ def test_rounds_end_while_their_server_closes_its_connections(
 
 
 def test_server_lost_before_any_worker_came(make_cluster: Callable[..., Cluster]) -> None:
-    """The job has not begun: another server takes the place, and the job runs."""
+    """Before the job has begun, another server can take a lost server's rank, and the job runs."""
     cluster = make_cluster(workers=1, servers=1, env={**SHORT, "PS_VERBOSE": "1"})
     scheduler = cluster.start_scheduler()
     lost = cluster.start_server()
@@ -115,8 +115,8 @@ def test_server_lost_before_any_worker_came(make_cluster: Callable[..., Cluster]
     ],
 )
 def test_no_scheduler_there(make_cluster: Callable[..., Cluster], there: str, why: str) -> None:
-    """Nothing listens at the address, or a program accepts and never answers, or packets are
-    dropped (a full queue): worker and server report it after the start timeout."""
+    """Either no process listens at the address, or a program accepts and never answers, or packets
+    are dropped (a full queue). Worker and server report it after the start timeout."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)
     cluster.port = free_ports()
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def test_worker_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_rank_that_never_calls(make_cluster: Callable[..., Cluster]) -> None:
-    """All are alive, but one rank does not call the operation: the others' error names it."""
+    """All ranks are alive, but one does not call the operation. The other ranks' error names it."""
     env = {
         **SHORT,
         "BYTEPS_OP_TIMEOUT_S": "2",
@@ -174,7 +174,7 @@ def test_rank_that_never_calls(make_cluster: Callable[..., Cluster]) -> None:
     waiting = [cluster.workers["worker 0"], cluster.workers["worker 1"]]
     wait_all(waiting, END_S)
     for worker in waiting:
-        # The first to get the error may leave at once; then the other's error reports that.
+        # The rank that gets the error first may leave at once, and the other's error reports that.
         demand_error(worker, r"layer\.grad|busy")
     told = [error_of(worker) for worker in waiting]
     wanted = r"layer\.grad.*timed out.*worker 2\b.*BYTEPS_OP_TIMEOUT_S=2"
@@ -184,7 +184,7 @@ def test_rank_that_never_calls(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
-    """A rank that left normally will never push: the others need not wait for a timeout."""
+    """A rank that left normally will never push, so the others get an error without a timeout."""
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     cluster.start("failures:missing", missing=1, leaves=True)
     wait_all(cluster.everyone(), END_S)
@@ -217,7 +217,7 @@ class TestWrongCluster:
     """Workers that do not belong to the job are refused, and the job goes on."""
 
     def test_surplus_worker(self, make_cluster: Callable[..., Cluster]) -> None:
-        """The job is complete and running when another worker comes with a rank that is taken."""
+        """A worker that comes to a complete, running job, with a rank that is taken, is refused."""
         cluster = make_cluster(workers=2, servers=1, env=SHORT)
         cluster.start("failures:steady")
         cluster.wait_mark("looping", range(2))

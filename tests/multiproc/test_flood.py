@@ -92,7 +92,7 @@ def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sou
 
 
 def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Cluster]) -> None:
-    """Such a peer gets the reason of the refusal, and little of what it sends afterwards is
+    """A peer that goes on sending gets the reason of its refusal, and few of its further bytes are
     read."""
     most = 64 << 20
     cluster = make_cluster(workers=1, servers=1)
@@ -133,7 +133,7 @@ workers' departures, and an end. The scheduler sends departures in batches, in t
 messages, more on a busy machine. A message per departure would mean thousands."""
 
 MOST_LINES_OF_ALL = 80
-"""Nodes that come and leave are named 16 times each, and counted every ten seconds."""
+"""Limit of log lines: 16 nodes that come and 16 that leave are named, the others are counted."""
 
 
 def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:

@@ -81,7 +81,7 @@ def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster]) -> None:
 
 def test_a_script_that_knows_nothing(run_dir: Path) -> None:
     """Environment variables alone send the script's sums through servers, which start with the job.
-    The script learns nearly the same as over gloo, and rank 0 reports how gradients
+    The script learns nearly the same as over gloo. Rank 0 reports the type in which gradients
     travel, or that they do not use the servers."""
     script = run_dir / "script.py"
     script.write_text(SCRIPT)

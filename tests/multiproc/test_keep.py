@@ -23,7 +23,7 @@ Make = Callable[..., Cluster]
 
 
 def loops(make: Make, *, workers: int, servers: int, env: dict[str, str] | None = None) -> Cluster:
-    """Start a kept cluster whose workers sum until something ends them."""
+    """Start a kept cluster whose workers sum until the test ends them."""
     cluster = make(workers=workers, servers=servers, env={**SHORT, **(env or {})})
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(workers))
@@ -83,7 +83,7 @@ def test_again_and_again(make_cluster: Make) -> None:
 
 
 def test_killed_server(make_cluster: Make) -> None:
-    """Another server takes the place; the surviving server goes on."""
+    """Another server gets the killed server's rank; the surviving server goes on."""
     cluster = loops(make_cluster, workers=2, servers=2)
     lost = cluster.servers.pop(1)
     lost.send(signal.SIGKILL)
@@ -111,8 +111,8 @@ def test_killed_scheduler(make_cluster: Make) -> None:
 
 
 def test_stopped_worker_of_an_old_generation(make_cluster: Make) -> None:
-    """The worker is lost for its silence while a worker of the next generation waits for the same
-    place. When the old worker continues, it gets an error, and has no effect."""
+    """The worker is declared lost because it is silent, while a worker of the next generation waits
+    for the same rank. When the old worker continues, it gets an error, and has no effect."""
     cluster = loops(make_cluster, workers=2, servers=1)
     old = cluster.workers["worker 1"]
     stop(old)
@@ -131,7 +131,7 @@ def test_stopped_worker_of_an_old_generation(make_cluster: Make) -> None:
 
 
 def test_nobody_leaves_room(make_cluster: Make) -> None:
-    """A worker of another job waits for its place no longer than BYTEPS_START_TIMEOUT_S."""
+    """A worker of another job waits for a free rank no longer than BYTEPS_START_TIMEOUT_S."""
     cluster = make_cluster(workers=1, servers=1, env=KEEP)
     cluster.start("keep:joins", stays=True)
     cluster.wait_mark("joined0", [0])
@@ -184,7 +184,7 @@ def test_a_sum_that_failed(make_cluster: Make) -> None:
 
 
 def test_told_to_end(make_cluster: Make) -> None:
-    """A signal ends a kept scheduler or server like any other."""
+    """A signal ends a kept scheduler or server, like one that is not kept."""
     cluster = make_cluster(workers=2, servers=2, env={**SHORT, **AT_ONCE})
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(2))
@@ -226,8 +226,8 @@ def test_again_in_one_process(make_cluster: Make) -> None:
 
 
 def test_again_in_embedded_mode(make_cluster: Make) -> None:
-    """The same with scheduler and servers next to the ranks: rank 0, which started them, dies, and
-    they are started anew."""
+    """With scheduler and servers next to the ranks, rank 0, which started them, dies, and they are
+    started anew."""
     survivors = (1, 2)
     cluster = make_cluster(workers=3, servers=1, env={"BYTEPS_PARTITION_BYTES": "16384"})
     ranks = {str(old): new for new, old in enumerate(survivors)}

@@ -37,7 +37,7 @@ def test_a_forked_child_leaves_the_job_alone(make_cluster: Callable[..., Cluster
 
 
 def test_two_jobs_at_once(make_cluster: Callable[..., Cluster]) -> None:
-    """The same names, sizes and rounds, but other values: the jobs do not mix."""
+    """Two jobs with the same names, sizes and rounds, but other values, do not mix."""
     jobs = [make_cluster(workers=2, servers=1) for _ in range(2)]
     for number, job in enumerate(jobs):
         job.start("lifecycle:sums", rounds=60, salt=3 * number)
@@ -136,7 +136,7 @@ BAD = [
 
 
 def test_bad_values(make_cluster: Callable[..., Cluster]) -> None:
-    """A single process tries all: after a refused init it can try again."""
+    """A single process tries all bad values: after a refused init it can call init again."""
     cluster = make_cluster(workers=1, env={"BYTEPS_START_TIMEOUT_S": "2"})
     cluster.port = 9
     worker = cluster.start_worker(0, "lifecycle:bad_values", bad=BAD)
@@ -164,7 +164,7 @@ def test_init_after_a_refused_init(make_cluster: Callable[..., Cluster]) -> None
 
 
 def test_children_cannot_reach_the_job(make_cluster: Callable[..., Cluster]) -> None:
-    """With encryption, whose state a child has, too."""
+    """A child has the state of encrypted connections, too, and cannot use it."""
     make_cluster(workers=2, servers=2, env={"BYTEPS_TLS": "1"}).run("failures:children")
 
 

@@ -102,7 +102,7 @@ def test_the_error_a_server_ends_with(make_cluster: Callable[..., Cluster]) -> N
     assert str(said["message"]).startswith("listening: server ")
     assert (line["severity"], line["role"], line["rank"]) == ("ERROR", "server", None)
     assert "the scheduler (127.0.0.1:1)" in str(line["message"])
-    # The place of the error, not the place that wrote the line.
+    # The source is the place of the error, not of the code that wrote the line.
     assert str(line["source"]).startswith("node_membership.cc:")
 
 
@@ -225,7 +225,7 @@ LOUD = {
 
 @pytest.fixture
 def full_pipe() -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe that is full."""
+    """Yield both ends of a pipe that is full."""
     reader, writer = os.pipe()
     flags = fcntl.fcntl(writer, fcntl.F_GETFL)
     fcntl.fcntl(writer, fcntl.F_SETFL, flags | os.O_NONBLOCK)

@@ -43,7 +43,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster]) -> 
 
 
 def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., Cluster]) -> None:
-    """32 MiB of them are released some steps later; then a server is lost."""
+    """One-off sums of 32 MiB are released some steps later; then a server is lost."""
     cluster = make_cluster(workers=2, servers=2, env=WAIT)
     training = cluster.start("lost_servers:one_off", steps=30)
     cluster.wait_mark("trained", range(2), RUN_S)
@@ -76,7 +76,7 @@ def test_a_spare_that_nobody_needs_ends_well(make_cluster: Callable[..., Cluster
 
 
 def test_optimizer_state_is_copied(make_cluster: Callable[..., Cluster]) -> None:
-    """Each of two servers is lost, and the next continues from the other server's copy. Servers
+    """Each of two servers is lost. Its successor continues from the other server's copy. Servers
     encrypt their traffic."""
     cluster = make_cluster(workers=2, servers=2, env={**COPIES, "BYTEPS_TLS": "1"})
     training = cluster.start("lost_servers:with_copies", steps=80, pace=0.03)

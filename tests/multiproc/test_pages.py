@@ -18,7 +18,8 @@ ROLE = r"^(?:scripts/|megatron-byteps )(?:scheduler|server|worker)\b"
 
 @pytest.mark.parametrize("words", lines_with(ROLE), ids=shlex.join)
 def test_a_line_that_starts_a_role(run_dir: Path, words: list[str]) -> None:
-    """With --dry-run each checks its options, and prints the program that it would become."""
+    """With --dry-run, the program checks the line's options, and prints the command it
+    would run."""
     (run_dir / "job.secret").write_text("0123456789abcdef" * 2)
     if words[0] == "megatron-byteps":
         words = [sys.executable, "-m", "byteps.cli", *words[1:]]

@@ -15,7 +15,7 @@ from tests.multiproc.cluster import RUN_S, Cluster, Spawned, resident_bytes, wai
 
 # A page, so that tensors of moderate size have many partitions.
 SMALL = 4096
-# After one rank's failed check, an operation that waits for it ends soon.
+# If a check fails on one rank, operations that wait for this rank end soon.
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
 
 LONGER = {"BYTEPS_PARTITION_BYTES": str(SMALL), "BYTEPS_OP_TIMEOUT_S": "60"}
@@ -105,7 +105,7 @@ def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> 
 
 @pytest.mark.parametrize("program", ["rounds_in_flight", "wanted_part"])
 def test_on_the_cpu(make_cluster: Callable[..., Cluster], program: str) -> None:
-    """Runs programs of tests/gpu; above are the others."""
+    """Programs of tests/gpu also run on the CPU."""
     cluster = make_cluster(workers=2, servers=2, env=LONGER)
     cluster.run(f"devices:{program}", device="cpu")
 
@@ -144,8 +144,8 @@ def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> Non
 
 
 def test_released_names_are_declared_anew(make_cluster: Callable[..., Cluster]) -> None:
-    """Parameters and sums, in another shape each time: servers keep no more after 30 lives than
-    after 6. A life has 12 MB of parameters and moments."""
+    """Parameters and sums are declared with another shape each time. Servers keep no more memory
+    after 30 times than after 6; each time takes 12 MB."""
     cluster = make_cluster(workers=2, servers=2, env=LONGER)
     cluster.start("release:lives")
     held = []

@@ -57,7 +57,7 @@ def test_data_connections(make_cluster: Callable[..., Cluster]) -> None:
     cluster.wait_mark("looping", range(2))
     broken = 0
     deadline = time.monotonic() + END_S
-    # Until a connection has broken with a message in flight.
+    # Connections are reset until one has broken with a message in flight.
     while broken < RESETS or not resent(cluster):
         assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
         worker = cluster.workers[f"worker {broken % 2}"]
@@ -77,7 +77,7 @@ def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) ->
     for number, process in enumerate(processes):
         (one,) = between(process.pid, cluster.port)
         one.reset()
-        # One line for each reset so far.
+        # The scheduler has logged one line for each reset so far.
         wait_for_text(cluster.scheduler, rf"(?s)(made again after.*){{{number + 1}}}")
     cluster.go("end")
     cluster.finish()
@@ -135,7 +135,7 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_not_at_all(make_cluster: Callable[..., Cluster]) -> None:
-    """With a timeout of 0 a broken connection is a loss at once."""
+    """With a timeout of 0, a broken connection counts as a loss at once."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "0"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):

@@ -26,7 +26,7 @@ class Replicas:
         self.program = program
 
     def start(self, number: int, **args: Any) -> Nursed:
-        """Start a life of a replica."""
+        """Start the process of a replica, for the first time or again."""
         self.started += 1
         env = {
             "RANK": "0",
@@ -52,7 +52,7 @@ class Replicas:
         self.cluster.finish_with(workers)
 
     def log(self, number: int) -> list[dict[str, Any]]:
-        """Return the log of a replica's first life."""
+        """Return the log of a replica's first process."""
         found: list[dict[str, Any]] = json.loads(
             (self.cluster.folder / f"log.{number}.1.0").read_text()
         )

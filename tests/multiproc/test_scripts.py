@@ -73,7 +73,7 @@ def test_missing_setting(run_dir: Path, role: str, flag: str) -> None:
 
 @pytest.mark.parametrize("role", list(GOOD))
 def test_secret(run_dir: Path, role: str) -> None:
-    """A secret must be given, or explicitly disabled; and it is never shown."""
+    """The scripts start only with a secret, or if it is explicitly disabled. They never show it."""
     command = ["bash", str(SCRIPTS / f"{role}.sh"), "--dry-run", *GOOD[role]]
     env = environment(run_dir)
     secret = env.pop("BYTEPS_SECRET")

@@ -101,9 +101,9 @@ PHASES = ("before", "pushed", "answered", "again", "after")
 
 @pytest.mark.parametrize("victim", ["server", pytest.param("rank", marks=pytest.mark.thorough)])
 def test_one_is_killed_at_each_phase(make_cluster: Callable[..., Cluster], victim: str) -> None:
-    """In each phase of a speculative step: all surviving ranks end with an error that names the
-    lost process, no rank has parameters of a step whose norm it does not know, and the job resumes
-    from its checkpoint with the same bits as a job without losses."""
+    """A rank or server is killed in each phase of a speculative step. All surviving ranks end with
+    an error that names the lost process, no rank has parameters of a step whose norm it does not
+    know, and the job resumes from its checkpoint with the bits of a job without losses."""
     cluster = make_cluster(workers=2, servers=2, env=KEPT)
     cluster.start_nodes()
     for life, phase in enumerate((*PHASES, None)):

@@ -129,7 +129,7 @@ class SlurmCluster:
             f"SlurmdSpoolDir={folder}/spool.%n",
             f"SlurmctldPidFile={folder}/slurmctld.pid",
             f"SlurmdPidFile={folder}/slurmd.%n.pid",
-            # No control groups, accounts or MPI: only the running processes matter here.
+            # The cluster has no control groups, accounts or MPI: only processes matter here.
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none",

@@ -112,7 +112,7 @@ def test_what_is_served(make_cluster: Callable[..., Cluster]) -> None:
     cluster, port = make(make_cluster)
     code, kind, page = get(port, "/")
     assert (code, kind) == (200, "text/html; charset=utf-8")
-    # Nothing is loaded from elsewhere.
+    # The page loads nothing from other addresses.
     assert not re.findall(r"https?://|src=|@import", page)
     assert get(port, "/nothing")[0] == 404
     assert get(port, "/status", "POST")[0] == 405
@@ -132,8 +132,8 @@ def test_what_is_served(make_cluster: Callable[..., Cluster]) -> None:
     assert wrong.returncode == 1
     assert "no scheduler shows its status" in wrong.stderr
     assert "--status-host" not in wrong.stderr
-    # From another machine: the page is only shown on the scheduler's machine. (A host name does not
-    # count as loopback.)
+    # The page is only shown on the scheduler's machine, so a request from another machine is
+    # refused. (A host name does not count as loopback.)
     elsewhere = run(f"no-such-host.invalid:{port}")
     assert elsewhere.returncode == 1
     assert "or without --status-host" in elsewhere.stderr and "ssh -L" in elsewhere.stderr
@@ -218,8 +218,8 @@ def of(figures: Figures, role: str, rank: int) -> Figures:
 def make_with_metrics(
     make_cluster: Callable[..., Cluster], program: str, **args: Any
 ) -> tuple[Cluster, int]:
-    """Start a cluster whose workers serve metrics at the port and the next, its server at the
-    third."""
+    """Start a cluster with metrics: its workers serve them at the port and the next one, its server
+    at the third."""
     port = free_ports(WORKERS + 1)
     env = {
         "BYTEPS_METRICS_PORT": str(port),
@@ -275,7 +275,7 @@ def test_metrics_of_a_known_job(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_what_waits_is_seen(make_cluster: Callable[..., Cluster]) -> None:
-    """A worker that others wait for shows in their queues and in the server's open rounds."""
+    """If other workers wait for a worker, their queues and the server's open rounds show it."""
     cluster, port = make_with_metrics(make_cluster, "lifecycle:waiting")
     cluster.wait_mark("pushed", [0])
     deadline = time.monotonic() + END_S

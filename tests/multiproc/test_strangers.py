@@ -115,8 +115,8 @@ def test_a_server_takes_its_own_generation_alone(steady: Cluster) -> None:
     ids=["route", "rank", "resumes"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
-    """Even a peer with the secret is refused: the worker is connected, and stays so.
-    peer_table_test.cc has the other reasons."""
+    """Even a peer that has the secret is refused, because the worker is connected, and stays so.
+    peer_table_test.cc tests the other reasons."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with greeted(nodes["server"], hello, SECRET) as (_, said):
@@ -167,7 +167,7 @@ def test_a_proof_is_of_use_once(steady: Cluster) -> None:
 def test_a_node_that_has_not_the_secret(
     make_cluster: Callable[..., Cluster], change: dict[str, str], told: str, status: int
 ) -> None:
-    """The error says what to do."""
+    """A node without the secret gets an error that says what to do."""
     port = free_ports()
     cluster = make_cluster(
         workers=1, servers=1,

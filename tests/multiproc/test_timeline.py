@@ -205,8 +205,10 @@ def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) 
 
 
 def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    """A worker is lost: the others write completed stages, and what they waited for."""
-    # Silence, not a closed connection, so that the server has all pushes before a node gives up.
+    """If a worker is lost, the others' timelines have complete stages and those that waited
+    for it."""
+    # The worker is silent, and not disconnected, so the server has all pushes before a node gives
+    # up.
     cluster = make_cluster(
         workers=WORKERS, servers=1, env=settings(run_dir, BYTEPS_PEER_TIMEOUT_S="3")
     )
@@ -230,7 +232,8 @@ def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Pat
 
 
 def test_a_file_for_each_life(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    """Each life of a process has its own file, so timelines written before a suspend are kept."""
+    """Each job that a process joins has another file, so timelines from before a suspend
+    are kept."""
     run(make_cluster(workers=1, env=settings(run_dir)), "lifecycle:two_lives")
     for role in ("worker", "server"):
         names = [{row.args["tensor"] for row in t.rows} for t in timelines(run_dir, role)]

@@ -76,7 +76,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """An authority that no node trusts, unless a test says so."""
+    """Return an authority that no node trusts, unless a test makes a node trust it."""
     return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
 
 
@@ -159,8 +159,8 @@ def test_connections_that_break(make_cluster: Callable[..., Cluster]) -> None:
 def refused(
     make: Callable[..., Cluster], ours: dict[str, str], theirs: dict[str, str]
 ) -> tuple[Cluster, str]:
-    """Start a scheduler with the first settings, a worker and a server with the others; return the
-    server's last output."""
+    """Start a scheduler with the first settings, and a worker and a server with the second. Return
+    the server's last output."""
     cluster = make(workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "60", **ours})
     cluster.start_scheduler()
     changes: dict[str, str | None] = dict.fromkeys(ours.keys() - theirs.keys())
@@ -225,7 +225,7 @@ def test_certificates_that_do_not_fit(
     told: str,
     noted: str,
 ) -> None:
-    """`secret`: the others have certificates, and these nodes use the secret."""
+    """`secret`: the scheduler has certificates, and these nodes use the secret."""
     good = {**TLS, **authority.node()}
     bad = dict(good)
     if change == "certificate":

@@ -49,7 +49,7 @@ ONE_PARTITION = {f"BYTEPS_{name}_BYTES": str(LARGE) for name in ("PARTITION", "M
 
 
 def test_values_that_nobody_declared_take_no_memory(run_dir: Path) -> None:
-    """They are refused by name, and the server never allocates memory for them."""
+    """Undeclared values are refused by name, and the server never allocates memory for them."""
     with SmallCluster(run_dir, **ONE_PARTITION) as job:
         arguments = ["--bytes", str(LARGE), "--tensors", "1", "--rounds", "1", "--fail-in", "0"]
         workers = job.start_workers(1, *arguments)
@@ -78,13 +78,13 @@ def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
 
 
 def test_a_failed_operation_leaves_no_memory_behind(run_dir: Path) -> None:
-    """One rank's operation fails. All go on, and the server's memory does not grow."""
+    """If one rank's operation fails, all ranks continue, and the server's memory does not grow."""
     rounds = 2000
     with SmallCluster(run_dir, BYTEPS_RECEIVE_POOL_BYTES=str(16 * MIB)) as job:
         arguments = ["--bytes", "400000", "--tensors", "2", "--rounds", str(rounds)]
         workers = job.start_workers(2, *arguments, "--fail-in", "5")
         wait_all(workers, LIMIT_S)
-        # The first to leave reports its failure, which may end the other's last round.
+        # The rank that leaves first reports its failure, which may end the other rank's last round.
         ended_by = r"sum_worker: worker \d .* failed: .*(gave up round 5|which nobody declared)"
         for worker in workers:
             assert worker.wait(0) == 0 or re.search(ended_by, worker.text)
@@ -107,7 +107,8 @@ more."""
 
 @pytest.mark.thorough
 def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
-    """Rounds whose deadline has passed meanwhile are completed with the data in its sockets."""
+    """Rounds whose deadline passed during the stop are completed with data in the server's
+    sockets."""
     settings = {
         "BYTEPS_OP_TIMEOUT_S": str(OP_TIMEOUT_S),
         "BYTEPS_PEER_TIMEOUT_S": "60",

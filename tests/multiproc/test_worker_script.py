@@ -20,7 +20,7 @@ __all__ = ["scripted"]  # A fixture.
 
 @pytest.mark.thorough
 def test_servers_beside_the_workers(scripted: Scripted) -> None:
-    """One server on a machine of its own, and two that worker.sh starts."""
+    """One server runs on a machine of its own, and worker.sh starts two others."""
     port_file = scripted.folder / "port"
     sizes = ["--workers", "2", "--servers", "3"]
     where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
@@ -48,7 +48,7 @@ def test_local_servers_need_a_scheduler(run_dir: Path) -> None:
 
 
 def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
-    """Without --scheduler the job starts its own nodes; a single rank needs no
+    """Without --scheduler, worker.sh starts a scheduler and servers. A single rank needs no
     torch.distributed."""
     worker = scripted.start(
         "worker",
@@ -62,7 +62,8 @@ def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_restarts_with_torchs_own_groups(scripted: Scripted, nodes: int) -> None:
-    """With torchrun's --master-addr, as documented: gloo's groups are new in each life."""
+    """torchrun restarts the ranks (with --master-addr, as documented), and gloo's groups
+    are new."""
     port = str(free_ports())
     env = {"LIVES": "2", "JOB_FOLDER": str(scripted.folder), "BYTEPS_EMBEDDED_SERVERS": "1"}
     workers = [

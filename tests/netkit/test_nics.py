@@ -159,7 +159,8 @@ def test_bytes_follow_the_rates_of_the_nics(job: Job) -> None:
 
 
 def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
-    """Both report about half of the bytes per NIC, and as much as the kernel counted."""
+    """Status and metrics report half of the bytes for each NIC, and as many as the kernel
+    counted."""
     # Heartbeats every half second.
     quick = {"BYTEPS_PEER_TIMEOUT_S": "3", "BYTEPS_METRICS_PORT": str(METRICS_PORT)}
     job.start(rounds=100_000, env=quick)

@@ -63,7 +63,7 @@ def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
                 "GLOO_SOCKET_IFNAME": "eth0",
                 # Emulated links are not hardware links, and by default only one of them is used.
                 "BYTEPS_NICS": ",".join(host.interfaces),
-                # Enough partitions that all NICs carry some, whatever their speeds.
+                # The tensor has enough partitions that all NICs carry some, whatever their speeds.
                 "ELEMENTS": str(2 << 20),
             }
             del env["BYTEPS_SECRET"]
@@ -141,7 +141,7 @@ LAUNCHERS = (
         servers=3,
         quick=True,
     ),
-    # srun: the script takes the places of ranks from SLURM_PROCID and SLURM_LOCALID.
+    # Under srun the script reads ranks and local ranks from SLURM_PROCID and SLURM_LOCALID.
     Launcher(name="slurm", init_method="env://", told=PLACES[:3], env=AT_MASTER),
     # Each rank finds itself alone on its host.
     Launcher(
@@ -171,7 +171,8 @@ def host_words(launcher: Launcher, index: int, address: str) -> list[str]:
     ],
 )
 def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> None:  # noqa: F811
-    """Two hosts without a default route; a restart begins with new servers."""
+    """Two hosts without a default route, under every launcher: a restart begins with new
+    servers."""
     lives = 1 if launcher.victim is None else 2
     topology = Topology(workers=1, servers=1, emulated_hosts=2, link_bits=400_000_000)
     ranks = []

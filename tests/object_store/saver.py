@@ -21,7 +21,7 @@ TENSORS = 2
 
 
 def values(tensor: int, rank: int) -> torch.Tensor:
-    """Make values that differ by tensor, rank and place."""
+    """Return values that differ by tensor, rank and index."""
     return torch.arange(NUMBERS, dtype=torch.float32) * (1 + tensor) + 0.25 * rank
 
 

@@ -137,8 +137,8 @@ def gcs() -> Iterator[Bucket]:
             client_options={"api_endpoint": url},
         )
         options: dict[str, Any] = {"base_path": BUCKET, "project_id": "test", "endpoint_url": url}
-        # Without credentials: the server needs none, and otherwise a token would be requested from
-        # Google.
+        # No credentials are used, because the server needs none. Otherwise the client would request
+        # a token from Google.
         options |= {"skip_signature": True}
         yield Bucket(
             profile={"storage_provider": {"type": "gcs", "options": options}},

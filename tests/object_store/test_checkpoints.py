@@ -46,8 +46,8 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
     lost = CASES["actor"]
     case = Case(
         title="",
-        # After the start of the second checkpoint: it is written in the background, and may exist
-        # or not.
+        # The fault comes after the second checkpoint has begun. It is written in the background,
+        # and may exist or not.
         faults=[{**lost.faults[0], "when": STRIKE + 3}],
         blames=lost.blames,
         arguments=[
@@ -139,5 +139,5 @@ def test_a_part_that_is_refused_ends_the_save(how: str, tmp_path: Path) -> None:
     assert process.text.count("CheckpointException") >= RANKS, last_lines(process.log, 80)
     assert "__1_0.distcp" in process.text and "500" in process.text
     assert len(transfers.refused) > 1
-    # No file looks like a checkpoint.
+    # The store has no file that looks like a checkpoint.
     assert "saved/.metadata" not in names and "saved/__1_0.distcp" not in names

@@ -41,7 +41,7 @@ NEWEST_FILES = {
     "trainer/loop.py": "import time\n#\n#\n#\n#\ndef step():\n    reduce()\n    update()\n",
     "trainer/second.py": "def second():\n    reduce()\n",
 }
-"""Files of the trainer's next version: the same step in another place, and a second step."""
+"""Files of the trainer's next version: the same step at other lines, and a second step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,7 +207,7 @@ def test_an_upgrade_is_seen_and_patched(
     assert "series for newest 4.0" in said() and target.status()
     target.reverse()
     assert contents(mine) == contents(make(mine.parent / "new", "4.0.0", NEW))
-    # The same upgrade, not patched again: our files are removed, and the new ones stay.
+    # The same upgrade without our patches: our files are removed, and the new files stay.
     make(mine, "3.1.4", OLD)
     target.apply()
     make(mine, "4.0.0", NEW)
@@ -370,12 +370,11 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
         assert result.status == 0, result.output
         return result.output
 
-    # Without --cpu no part for CPUs is added: a node whose driver is broken must fail.
+    # Without --cpu, the part for CPUs is left out: a node whose driver is broken must fail.
     assert "(6 patches)" in run()
     assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
     assert not (tree / "megatron/training/cpu_platform.py").exists()
-    # Only our checker of arguments may use that part, if it is there, since the checker needs no
-    # GPU.
+    # Only our checker of arguments, which needs no GPU, may use that part if it is there.
     upstreams = {n: c for n, (c, _) in contents(tree).items() if "dpu_reduce/" not in n}
     assert not any(b"cpu_platform" in content for content in upstreams.values())
     run("--cpu")

@@ -109,7 +109,6 @@ class Verdict:
         return [name for name in KNOWN if name in could - seen]
 
     def cells(self) -> list[str]:
-        """Make a row of the table."""
         passed = [one for one in self.compared if one.reference == "passed"]
         here = [one for one in passed if one.byteps == "passed"]
         return [

@@ -118,7 +118,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in _remote_reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    # Do the rest of pytest's own protocol: leave the scopes that the next test is not in.
+    # The rest follows pytest's own protocol: leave the scopes that the next test is not in.
     item.session._setupstate.teardown_exact(nextitem)
     return True
 

@@ -61,7 +61,6 @@ def wait_while(cluster: Cluster, holds: Callable[[], bool]) -> None:
 
 
 def wait_for_round(cluster: Cluster) -> None:
-    """Wait for another round."""
     before = rounds_of(cluster)
     wait_while(cluster, lambda: rounds_of(cluster) == before)
 

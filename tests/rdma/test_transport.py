@@ -413,7 +413,7 @@ def test_a_job_with_two_devices_ends_well(job: Job) -> None:
 
 @pytest.mark.on_rdma
 def test_one_device_is_named(job: Job) -> None:
-    """Only the named device carries data, though the nodes' addresses belong to the other
+    """Only the named device carries data, although the nodes' addresses belong to the other
     device."""
     job.start("rxe1", rounds=100_000)
     job.await_traffic(SECOND)

@@ -30,7 +30,7 @@ def run_in_vm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 def test_two_guests_on_a_cable(tmp_path: Path) -> None:
-    """Two hosts from RDMA's point of view; output, files and exit status come back."""
+    """Two guests are two hosts for RDMA. Their output, files and exit status come back."""
     lacking = missing_tool()
     if lacking is not None:
         pytest.skip(lacking)
@@ -81,8 +81,8 @@ def guests(run_dir: Path) -> Iterator[list[Guest]]:
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_jobs_between_machines(guests: list[Guest]) -> None:
-    """Three jobs end well, and one of them loses a path; then the second machine dies, and all
-    processes of the first report it in time."""
+    """Three jobs end well, although one of them loses a path. Then the second machine dies, and all
+    processes of the first one report it in time."""
     deadline = time.monotonic() + LIMIT_S
     first, second = guests
     status = first.wait(max(1.0, deadline - time.monotonic()))

@@ -46,7 +46,7 @@ class Machine:
             "BYTEPS_START_TIMEOUT_S": "90",
             "RANK": str(number - 1),
             "WORLD_SIZE": "2",
-            # Not true, but programs that run on a single machine expect these values.
+            # The value is not the real one, but a program expects it on each machine.
             "LOCAL_RANK": str(number - 1),
             "LOCAL_WORLD_SIZE": "2",
             **env,

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.trainkit.rl_settings import ENVIRONMENTS
 
-# Must be set before verl is imported.
+# These variables must be set before verl is imported.
 os.environ.update({**ENVIRONMENTS["cpu"], "HF_HUB_OFFLINE": "1"})
 # Bytecode makes processes with so many imports a third faster.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -371,7 +371,7 @@ def test_a_users_own_command_line(
     variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
     theirs.append(f"{variables}.VERL_FILE_LOGGER_PATH={settings.folder}/steps.jsonl")
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
-    # With `auto`, operations that are as fast by a reduce-scatter would use it.
+    # With `auto`, operations for which a reduce-scatter is as fast would use that.
     route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_backend=flat"
     command += [*theirs, *recipe(*scheduler), route]
     assert EXTENSION in " ".join(theirs)  # everything else for a CPU is in the environment

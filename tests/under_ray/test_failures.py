@@ -78,7 +78,7 @@ def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
     first, again = _first_steps(outcome)
     assert first == 1 and again in (EVERY + 1, NEWEST + 1)
     before, after = places
-    # A rank moved to another machine, and the other rank stayed.
+    # One rank has moved to another machine, and the other rank has stayed.
     assert len(set(before)) == len(set(after)) == 2
     assert sum(old == new for old, new in zip(before, after, strict=True)) == 1
 
@@ -111,7 +111,7 @@ def test_servers_outlive_ranks_that_fail(runner: Runner, name: str, stay: bool) 
 
 
 def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
-    """With fewer ranks the checkpoint is used: the state in memory is sharded for more ranks."""
+    """Fewer ranks resume from the checkpoint: the state in memory is sharded for more ranks."""
 
     def lose_spares(event: dict[str, Any], job: Job) -> None:
         if event["event"] == "failure":
@@ -130,7 +130,7 @@ def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
 def test_a_job_leaves_a_machine_that_is_drained(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It saves a checkpoint after the step in which Ray drains the machine: none is repeated."""
+    """The job saves a checkpoint after the step in which Ray drains a machine: it repeats none."""
     away = {""}
 
     def note(event: dict[str, Any], job: Job) -> None:

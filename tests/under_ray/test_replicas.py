@@ -82,7 +82,8 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path, replica: int) -> dict[int, float]:
-    """Get the losses by step of the replica's last life; Megatron sums losses over replicas."""
+    """Return the losses by step since the replica's last start, which Megatron sums over
+    replicas."""
     steps = record_of_steps(folder / f"replica{replica}")
     last = max(step["incarnation"] for step in steps)
     return {s["step"]: s["values"]["lm loss"] for s in steps if s["incarnation"] == last}

@@ -1,4 +1,4 @@
-"""The command megatron-byteps: what it says of itself, and that it starts without torch."""
+"""The command megatron-byteps: its help, and its start without torch."""
 
 from __future__ import annotations
 

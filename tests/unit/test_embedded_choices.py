@@ -145,7 +145,7 @@ def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) ->
         (servers([range(8)] * 4, gbps=100.0), 1, 1, 8),
         (servers([range(2)] * 2), 1, 1, 2),
         (servers([range(64)] * 8, quota=12.0), 1, 1, 12),
-        # Ranks that their launcher has bound to some cores each.
+        # Each rank is bound to some cores by the launcher.
         (servers([range(8), range(32, 40)]), 3, 4, 16),
     ],
 )
@@ -220,7 +220,7 @@ def test_the_tightest_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_several_hosts_have_servers_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Hosts of different sizes and numbers of ranks, without a given number of servers."""
+    """Hosts with different sizes and numbers of ranks, and no given number of servers, get some."""
     program = tmp_path / "byteps-server"
     program.write_text('#!/bin/sh\neval "file=\\${$#}"; echo host 4711 > "$file"; exec sleep 600\n')
     program.chmod(0o755)
@@ -283,7 +283,7 @@ def test_ranks_with_different_secrets_start_nothing(
 
 def test_one_host_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert addresses.loopback() == "127.0.0.1"
-    # Not an address of this host, like 127.0.0.1 if IPv4 is switched off.
+    # The address is not of this host, like 127.0.0.1 if IPv4 is switched off.
     monkeypatch.setattr(addresses, "LOOPBACK", "192.0.2.1")
     assert addresses.loopback() == "::1"
 
@@ -362,7 +362,7 @@ def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.Mo
 
 
 class TestChild:
-    """A started process."""
+    """Tests of a started process."""
 
     @staticmethod
     def start(tmp_path: Path, code: str) -> Child:
@@ -408,8 +408,8 @@ class TestChild:
             Child("helper", [str(tmp_path / "nothing")], os.environ, tmp_path / "helper.log")
 
     def test_outlives_the_thread_that_asked_for_it(self, tmp_path: Path) -> None:
-        """The parent-death signal comes when the forking thread ends, so that thread must not be
-        ours."""
+        """The kernel sends the parent-death signal when the forking thread ends, so that thread
+        must outlive the caller's thread."""
         code = (
             "import ctypes, time\n"
             "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL

@@ -95,7 +95,8 @@ def test_fp16_gradients_are_not_reduced_in_bf16() -> None:
 
 
 def test_a_script_without_megatron_is_told_variables() -> None:
-    """Without Megatron there is no server optimizer; torch's own hook sends bf16."""
+    """A script without Megatron is advised variables: it has no server optimizer, and torch's hook
+    sends bf16."""
     found = forecast(Training(kinds=(dense(4, 1),), program=DDP), network_of(4, spare=0))
     assert found.plain.flags == (HALF,)
     assert not any(one.updated for one in found.rows)
@@ -115,7 +116,8 @@ def test_a_script_without_megatron_is_told_variables() -> None:
     ],
 )
 def test_one_word_stands_for_what_the_preset_has(has: dict[str, Any], typed: str) -> None:
-    """The preset is recommended with servers on the hosts; a job with parts of it gets the rest."""
+    """The preset is advised with servers on the hosts. A job that has some of its flags gets the
+    rest."""
     training = Training(kinds=(dense(4, 1),), gradient_bytes=2, sharded=True, **has)
     found = forecast(replace(training, accepts="int8"), network_of(4, spare=0))
     assert found.best.flags == (USE, INT8, OPTIMIZER)
@@ -156,7 +158,7 @@ def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
 
 @pytest.mark.parametrize(("hosts", "fp8"), [(2, 1.508), (4, 2.262), (8, 2.639)])
 def test_fp8_over_nccl_is_compared_and_never_advised(hosts: int, fp8: float) -> None:
-    """With the distributed optimizer: FP8 gradients and bf16 parameters."""
+    """FP8 gradients and bf16 parameters over NCCL, with shards, are shown but never advised."""
     training = Training(kinds=(dense(hosts, 1),), gradient_bytes=2, sharded=True)
     found = forecast(training, network_of(hosts))
     (compared,) = (one for one in found.rows if one.compared)
@@ -254,7 +256,7 @@ def test_groups_that_share_a_host_share_its_nic() -> None:
 
 
 def test_stages_on_hosts_of_their_own_share_the_servers() -> None:
-    """Two groups of four hosts each, eight servers: a server takes an eighth of each push."""
+    """Two groups of four hosts each share eight servers: a server takes an eighth of each push."""
     kind = Kind(name="dense", groups={(0, 1, 2, 3): 1, (4, 5, 6, 7): 1}, elements=ELEMENTS)
     flag = row(forecast(Training(kinds=(kind,)), network_of(8)), USE)
     assert flag.gradients == pytest.approx(4 * ELEMENTS) == flag.server
@@ -307,9 +309,10 @@ def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None
 
 
 def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
-    """With Muon, a tenth of the parameters comes from servers in place of a sum.
+    """With Muon, only a tenth of the parameters is updated on servers.
 
-    The gradients of the rest are all-reduced, and then their parameters are gathered.
+    The gradients of the other parameters, the matrices, are all-reduced, and then their parameters
+    are gathered.
     """
     kind = replace(dense(4, 2), left=0.9 * ELEMENTS)
     training = Training(kinds=(kind,), gradient_bytes=2, sharded=True)
@@ -326,7 +329,7 @@ def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
         ({}, f"add {USE} {BF16} (1.50 x as fast as plain"),
         ({"used": True}, f"add {BF16} (1.50 x"),
         ({"used": True, "wire": "bf16"}, "change nothing: what runs is 1.50 x"),
-        # Same speed as the best, which needs two changes.
+        # This job is as fast as the best one, which would need two changes.
         ({"used": True, "wire": "bf16", "updated": True}, "change nothing: what runs is 1.50 x"),
         ({"used": True, "updated": True}, f"add {BF16} (1.50 x"),
     ],

@@ -1,4 +1,4 @@
-"""Tables of layouts (tests/layouts): tolerances, places in documents, the fork server of ranks."""
+"""Tests of tables of layouts: tolerances, their places in documents, and the ranks' fork server."""
 
 from __future__ import annotations
 

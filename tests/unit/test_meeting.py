@@ -1,4 +1,4 @@
-"""Ranks meet in a store that still has entries of earlier lives."""
+"""Ranks meet in a store that still has entries of processes before a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 def met(
     store: dist.Store, members: Sequence[int], size: int, limit_s: float = LIMIT_S
 ) -> list[str]:
-    """Get the prefixes of these members, which come in this order, each when the previous waits."""
+    """Return the prefixes that these members get. Each comes when the one before it waits."""
     with ThreadPoolExecutor(size) as pool:
         deadline = time.monotonic() + limit_s
         come = [pool.submit(meet, store, "name", member, size, deadline) for member in members]
@@ -37,7 +37,7 @@ def test_each_life_has_keys_of_its_own(order: tuple[int, ...]) -> None:
 
 
 def test_a_first_member_that_comes_long_after_the_others() -> None:
-    """The others find the entry of the last life's first member, and must not take it."""
+    """The other members find an old entry of the first member, and must not take it."""
     store = dist.HashStore()
     [old, *_] = met(store, (0, 1, 2), 3)
     with ThreadPoolExecutor(3) as pool:
@@ -57,8 +57,8 @@ def await_keys(there: Callable[[], bool]) -> None:
 
 
 def test_a_member_of_the_last_life_does_not_count() -> None:
-    """A nonce of the last life is still there. Members that came are named, and get keys for the
-    error."""
+    """A nonce from before the restart is still there. The error names the members that came, and
+    those that did not."""
     store = dist.HashStore()
     met(store, (0, 1, 2), 3)
     found: list[str] = []

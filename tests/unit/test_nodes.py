@@ -100,7 +100,7 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
             got += _reduced(piece, local)[begin:end]
         mine = owned[host][local]
         assert got == list(range(mine * size, (mine + 1) * size))
-    # Only `wanted` differs between ranks: they must agree on every reduce-scatter.
+    # Ranks must agree on every reduce-scatter, so their plans differ only in `wanted`.
     plans = {
         tuple(piece.scatters for piece in shard_pieces(shards * size, owned, h, i, pieces) or ())
         for h, i in itertools.product(range(hosts), range(per_host))
@@ -126,7 +126,7 @@ def test_parts_that_would_overlap_cannot_be_cut(owned: list[list[int]]) -> None:
 
 
 class OneOfTwo:
-    """A group of two ranks on a host; the other rank has only zeros."""
+    """A group of two ranks on a host, in which the other rank has only zeros."""
 
     size = 2
 
@@ -266,8 +266,8 @@ def test_ranks_load_their_shards_and_gather_any_range(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_values_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
-    """The order is independent of an element's place. A ring would begin with another rank in each
-    part."""
+    """The order of additions does not depend on an element's index. A ring would begin with another
+    rank in each part."""
     random = torch.Generator().manual_seed(size)
     same = [(torch.randn(8, generator=random) * 10**rank).to(dtype) for rank in range(size)]
 
@@ -334,7 +334,7 @@ class Moving(Kept):
 def test_all_shards_are_waited_for_when_a_rank_of_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise servers' parameters would be written into memory that the caller uses again."""
+    """All shards must have ended, because servers write into memory that the caller uses again."""
     monkeypatch.setattr(server_transfer, "ServerTensor", Moving)
     monkeypatch.setattr(session, "rank", lambda: 0)
     monkeypatch.setattr(Moving, "waited", [], raising=False)

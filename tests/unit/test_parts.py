@@ -42,7 +42,7 @@ LIMIT_S = 280
 
 
 def test_a_scheduler_needs_nothing_of_recovery(run_dir: Path) -> None:
-    """Such a scheduler runs jobs, and ends them at the first loss."""
+    """A scheduler without the code of recovery runs jobs, and ends them at the first loss."""
     program = native.build("scheduler_without_recovery") / "scheduler_without_recovery"
     run(program, "*", run_dir / "test.log")
 
@@ -242,10 +242,10 @@ def simulate(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_schedules_of_messages_and_losses() -> None:
-    """Jobs of `make simulate`, the same each time: the seeds after those of the next test."""
+    """Jobs of `make simulate` keep all conditions; their seeds follow those of the next test."""
     said = simulate("--from", f"{FEW_SEEDS + 1}", "--seeds", "1400")
     assert "1400 schedules held" in said
-    # Without losses the test would show nothing.
+    # If no job had a loss, the test would show nothing.
     assert int(said.split("held: ")[1].split()[0]) > 280
 
 

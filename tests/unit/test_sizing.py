@@ -17,7 +17,7 @@ from byteps.sizing import Choice, advised, choices, training_of
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = "$ megatron-byteps sizing "
 MACHINES = Machines(hosts=4, gpus=8, link_gbps=8.0, core_rate=1e9, add_rate=1e9)
-"""1e9 bytes per second."""
+"""Machines whose cores add and move 1e9 bytes per second."""
 
 
 def training(**change: Any) -> Training:
@@ -45,7 +45,7 @@ def test_times_are_the_cost_models() -> None:
     row, needs = best(found)
     assert found.spare == 4
     assert row.seconds == pytest.approx(2.0) and row.gain == pytest.approx(cost_model.gain(4, 4))
-    # A byte in, a byte out and a byte added, at 1e9 per second each, and a core for the rest.
+    # Each byte comes in, goes out and is added, at 1e9 per second; one more core does other work.
     assert needs.server_cores == 4
     # A worker adds nothing.
     assert needs.worker_cores == 3 and needs.worker_bytes == 0
@@ -76,7 +76,7 @@ def test_few_bits(wire: str, bits: int, held: float) -> None:
     # 1e9 values of this many bits, and a 16-bit scale for each 128 values.
     pushed = 1e9 * (bits + 16 / 128) / 8
     assert row.seconds == pytest.approx(pushed / 1e9) and row.gain == pytest.approx(3 / row.seconds)
-    # On four servers: 1e9 received values, fp32 sums, and with int4 the feedback.
+    # Each of four servers keeps 1e9 received values, the fp32 sums and, with int4, the feedback.
     values = needs.server_bytes - POOL_BYTES - BASE_BYTES
     assert values == pytest.approx((pushed + (held - bits / 8) // 1 * 1e9) / 4, rel=0.01)
 
@@ -135,7 +135,7 @@ def test_few_cores_set_the_time() -> None:
     # Two bytes in and two out, at 1e9 per second and core: 4 s on the remaining core.
     row, needs = by_servers(replace(MACHINES, worker_cores=2))
     assert row.seconds == pytest.approx(4.0) and needs.worker_cores == 2
-    # The same for a server, plus two bytes added.
+    # A server does the same, and adds two bytes.
     row, needs = by_servers(replace(MACHINES, server_cores=2))
     assert row.seconds == pytest.approx(6.0) and needs.server_cores == 2
 

@@ -98,7 +98,7 @@ def both(*call: str) -> list[tuple[str, ...]]:
     ],
 )
 def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, waits: bool) -> None:
-    """Parameters are taken when all buckets have theirs, so that a rank never mixes steps."""
+    """The model takes parameters when all buckets have theirs, so that a rank never mixes steps."""
     machine, calls = machine_of(clip)
     machine.push(GROUPS)
     assert calls == both("push", "tried" if clip == "speculate" else "norm") + both("wait", "push")
@@ -110,7 +110,7 @@ def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, wa
 
 
 def test_a_bucket_that_is_clipped_by_itself() -> None:
-    """The other bucket keeps its tried parameters."""
+    """If one bucket is clipped by its own norm, the other keeps its speculative parameters."""
     machine, calls = machine_of("speculate")
     machine.push(GROUPS)
     calls.clear()
@@ -156,7 +156,7 @@ def test_after_two_clipped_steps_nothing_is_tried_before_one_that_is_not() -> No
 
 @pytest.mark.parametrize("phase", ["push", "finish"])
 def test_no_parameters_are_taken_of_a_step_that_failed(phase: str) -> None:
-    """Both buckets are awaited, and no further step begins before a state is loaded."""
+    """If a step fails, both buckets are awaited, and no step begins before a state is loaded."""
     machine, calls = machine_of("wait", fails=phase)
     with pytest.raises(BytePSError, match="server 0 was lost"), machine.failing():
         machine.push(GROUPS)
@@ -241,7 +241,7 @@ def test_parameters_that_do_not_come_fail_the_step() -> None:
 
 
 def test_a_job_that_is_left_takes_parameters_in_flight_with_it() -> None:
-    """No forward pass mixes parameters of two steps; other models are not affected."""
+    """If a job is left with parameters in flight, no forward pass mixes parameters of two steps."""
     machine, calls = overlapped()
     calls.clear()
     in_flight.forget()
@@ -389,7 +389,7 @@ class Stream:
 
 
 _streams: dict[str, Stream] = {}
-"""By purpose."""
+"""Streams by purpose."""
 
 
 def land(stream: Any) -> Any:

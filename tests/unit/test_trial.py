@@ -1,4 +1,4 @@
-"""A trial of a launch line: its launches, the steps of hosts, and its answer."""
+"""Trials of a launch line: the launches, the steps of several hosts, and the verdict."""
 
 from __future__ import annotations
 

@@ -324,7 +324,6 @@ def rejoin() -> None:
 
 
 def averager_of(parameter: torch.Tensor) -> GradientAverager | None:
-    """Return the averager of this parameter."""
     return _averagers.get(parameter)
 
 

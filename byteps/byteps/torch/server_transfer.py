@@ -153,28 +153,23 @@ class ServerShards:
         return sum(shard.tensor.zeros for shard in self.shards)
 
     def keep(self) -> None:
-        """See ServerTensor."""
         for shard in self.shards:
             shard.tensor.keep()
 
     def drop(self) -> None:
-        """See ServerTensor."""
         for shard in self.shards:
             shard.tensor.drop()
 
     def give_up(self) -> None:
-        """See ServerTensor."""
         for shard in self.shards:
             shard.tensor.give_up()
 
     def settle(self) -> None:
-        """See ServerTensor."""
         for shard in self.shards:
             shard.tensor.settle()
 
     @property
     def held_slot(self) -> int:
-        """See ServerTensor."""
         return self.shards[0].tensor.held_slot
 
     @property

@@ -81,7 +81,6 @@ class HostLayout:
         }
 
     def on_host_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks on the host of `rank`, including `rank`."""
         return self.hosts[self.host_of(rank)]
 
     def local_index(self, rank: int) -> int:

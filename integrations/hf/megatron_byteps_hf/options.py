@@ -56,7 +56,6 @@ def _part(text: str) -> float:
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags to a parser."""
     group = parser.add_argument_group("Hugging Face")
     add = group.add_argument
     add(

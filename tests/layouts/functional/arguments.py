@@ -24,7 +24,7 @@ from ..gpt.runs import train
 from ..table import Table
 
 Value = str | bool | Sequence[str]
-"""True for a flag without a value, several words for a flag with several values."""
+"""True for a flag without a value; several words for a flag with several values."""
 
 SMALLER = {
     "--hidden-size": 64,
@@ -136,7 +136,7 @@ UNCUT = tuple(
 """Sizes that are 1 unless the test sets them."""
 
 LARGEST = 16
-"""Most ranks of a run."""
+"""Limit of a run's ranks."""
 
 
 class CannotRun(ValueError):
@@ -209,7 +209,7 @@ def small(given: Mapping[str, Value]) -> Small:
     if "--overlap-param-gather-with-optimizer-step" in changed:
         changed["--ckpt-format"] = "torch"  # Megatron refuses torch_dist with it.
     if "--fp16" in changed:
-        # From Megatron's initial 2^32, all steps of a short run would be skipped.
+        # With Megatron's initial scale of 2^32, all steps of a short run would be skipped.
         changed["--initial-loss-scale"] = "1024"
     return Small(
         ranks=ranks,

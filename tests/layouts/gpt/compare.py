@@ -133,7 +133,7 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
         if other.names:
             report.misses.append(f"rank {rank}: all-reduce used BytePS")
         for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
-            # The server optimizer has some parameters in buckets of their own.
+            # The server optimizer has separate buckets for some parameters.
             if a.gradients().keys() != b.gradients().keys():
                 report.misses.append(f"rank {rank}, step {step + 1}: other parameters")
             elif a.sums.keys() != b.sums.keys() and not report.layout.servers:
@@ -198,7 +198,7 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     element = WIRE_BYTES.get(layout.wire, float(total.local.element_size()))
     whole = total.local.numel() * element
     wanted = total.result.numel() * element
-    # Each rank sends and receives all of the kept bytes, however the rest goes.
+    # Each rank sends and receives all of the kept bytes, whatever the route of the other bytes.
     kept = kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
         return whole + kept, wanted + kept

@@ -72,7 +72,7 @@ class ExactUpdates:
         return kind(mine, lr=0.0, foreach=False)
 
     def _watch(self, bucket: Any) -> None:
-        """Record what this rank pushes."""
+        """Record the gradients of a bucket that this rank pushes."""
         (served,), wire = bucket.dpu_server_buckets, bucket.dpu_reduce_op.wire.memory
 
         def noting(push: Callable[..., Any]) -> Callable[..., Any]:

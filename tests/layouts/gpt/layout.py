@@ -38,7 +38,7 @@ class Layout(Row):
     vpp: int = 1
     """Model chunks (virtual pipeline stages) on a rank."""
     etp: int | None = None
-    """Tensor parallelism of the experts, if different from the rest."""
+    """Tensor parallelism of the experts, if it differs from that of the other layers."""
     experts: int = 0
     distributed_optimizer: bool = False
     instances: int = 1
@@ -195,11 +195,11 @@ class Step:
 
 @dataclass(kw_only=True)
 class RankSeen:
-    """A whole run on a rank."""
+    """Record of a whole run, as one rank has seen it."""
 
     steps: list[Step]
     parameters: dict[str, Any]
-    """Parameters at the end."""
+    """Parameters at the end of the run, by name."""
     names: list[str]
     """Names of the BytePS operations in the order in which this rank started them; empty without
     BytePS."""

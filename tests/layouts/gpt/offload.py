@@ -49,7 +49,7 @@ def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict
         kept = _leave(ddp, optimizer)
         _reset_peak(device)
         _note(seen, "away", before, device, ddp)
-        # The generation uses the memory meanwhile, so that the buffers return at other addresses.
+        # The generation uses the memory in between, so that the buffers return at other addresses.
         other = torch.full((width * width // (1 + step % 2),), torch.nan, device=device)
         _come_back(ddp, optimizer, kept, device)
         del other
@@ -161,7 +161,6 @@ def _move_optimizer(optimizer: Any, device: torch.device) -> None:
 
 
 def checksum(module: torch.nn.Module) -> str:
-    """Hash the parameters."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
         # A copy, because a tensor cannot be freed once NumPy has used it.

@@ -58,8 +58,8 @@ class Witness:
 
         def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
             for bucket in self.buckets:
-                # A second start in the same step does nothing, but the buckets have changed by
-                # then.
+                # If the bucket's sum starts a second time in the same step, it is not recorded
+                # again, because the bucket has changed by then.
                 if id(bucket) not in witness._locals:
                     _wait_for_replays(bucket)
                     scaled = bucket.grad_data * bucket.gradient_scaling_factor

@@ -19,8 +19,8 @@ __all__ = [
 _NODE = "node-first"
 _CLIPS_NEVER = ("--clip-grad", "100")
 
-# Every step is clipped, and the first two are tried, unless a row says otherwise. Everything but
-# the losses is checked bit by bit.
+# Every step is clipped, and the first two are speculative, unless a row says otherwise. Everything
+# but the losses is checked bit by bit.
 FEW_BITS: tuple[Layout, ...] = (
     Layout(name="servers-dp2-sent-as-int8", ranks=2, servers=True, wire="int8"),
     Layout(
@@ -119,7 +119,7 @@ _UNTIED = ("--untie-embeddings-and-output-weights",)
 _GATHER = ("--overlap-param-gather",)
 _MASKED = ("--reset-position-ids", "--eod-mask-loss")
 # With several optimizer instances, overlap and a pipeline, Megatron starts its own sums twice on
-# all stages but the first: it scales and sums the result again. Without alignment it does not.
+# all stages but the first: it scales and sums the result again. Without alignment it sums once.
 _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
@@ -328,7 +328,8 @@ LAYOUTS: tuple[Layout, ...] = (
            distributed_optimizer=True, instances=4, dtype="bf16-wire"),
     Layout(name="node4-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
            distributed_optimizer=True, instances=2),
-    # An instance on two hosts; then two instances on a host, whose ranks own the same shards.
+    # One optimizer instance spans two hosts; then two instances share a host, and own the same
+    # shards.
     Layout(name="node2-dp8-do-inst2", ranks=8, per_host=2, route=_NODE,
            distributed_optimizer=True, instances=2),
     Layout(name="node4-dp8-do-inst4-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,

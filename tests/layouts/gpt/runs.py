@@ -305,7 +305,6 @@ def _of(table: Table, reports: Sequence[Report]) -> list[list[str]]:
 
 
 def _sums(report: Report) -> list[str]:
-    """Make a row of SUMS."""
     layout = report.layout
     if report.misses or layout.refused:
         return _without_figures(report)
@@ -315,7 +314,6 @@ def _sums(report: Report) -> list[str]:
 
 
 def _updates(report: Report) -> list[str]:
-    """Make a row of UPDATES."""
     layout, update = report.layout, report.update
     if report.misses or update is None:
         return _without_figures(report)

@@ -250,10 +250,8 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
 
 
 def _apart(layout: Layout, total: Sum) -> float:
-    """Count the elements of a bucket that keep their bits when others travel in few bits.
-
-    They are the gradients of small parameters, and of copies on two stages.
-    """
+    """Count the elements of a bucket whose gradients are sent in full while others travel in few
+    bits."""
     if not layout.has_few_bits:
         return 0.0
     tied = [

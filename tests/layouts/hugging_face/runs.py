@@ -111,7 +111,7 @@ class Layout(Row):
 _RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
               "--recompute-num-layers", "1")  # fmt: skip
 
-# Two data-parallel ranks at most: a sum of two values is the same in any order.
+# There are at most two data-parallel ranks, because a sum of two values is the same in any order.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp2", model="llama", ranks=2),
     Layout(name="dp2-qwen2", model="qwen2", ranks=2),
@@ -217,7 +217,6 @@ class Outcome:
     without_gradient: list[str]
 
     def problems(self) -> list[str]:
-        """List failed checks."""
         wrong = {
             "what is written before training differs from what was read": not self.round_trip,
             "training changed nothing": not self.moved,

@@ -33,7 +33,7 @@ def environment_on(platform: Platform) -> dict[str, str]:
 
 
 def settings_on(platform: Platform, folder: Path, **changes: Any) -> Settings:
-    """Make settings of a pool whose actors find the patched Megatron."""
+    """Return settings of a pool whose actors can import the patched Megatron."""
     settings: dict[str, Any] = {
         "folder": folder,
         "arguments": platform.arguments,

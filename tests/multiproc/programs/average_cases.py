@@ -69,7 +69,7 @@ def unused(run: Run) -> None:
 
 
 def sparse_alone(run: Run) -> None:
-    """An optimizer that accepts only sparse gradients; words are repeated, also across ranks."""
+    """Average gradients for an optimizer that accepts only sparse ones, with repeated words."""
     torch.manual_seed(5)
     model = nn.Embedding(50, 24, sparse=True)
     wrapped, optimizer = run.interface.wrap(model, torch.optim.SparseAdam(model.parameters()))
@@ -82,7 +82,7 @@ def sparse_alone(run: Run) -> None:
 
 
 def another_layout_on_one_rank(run: Run) -> None:
-    """A transposed parameter, whose gradient has another layout on one rank."""
+    """Average the gradient of a transposed parameter, whose layout differs on one rank."""
     torch.manual_seed(5)
     model = nn.Linear(16, 8)
     model.weight = nn.Parameter(torch.randn(16, 8).mul(0.1).t())

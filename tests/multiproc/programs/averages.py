@@ -221,7 +221,7 @@ def identity(job: Job) -> None:
 
 
 def failed_pass(job: Job) -> None:
-    """A failed pass: values that other ranks have received cannot be taken back."""
+    """Fail a backward pass after its values were sent: the job must not go on after that."""
     bps.init()
     run = run_through(job, interfaces.make("DistributedOptimizer"))
     model = make_model()

@@ -39,7 +39,7 @@ MOST_GROWTH = 32 << 20
 
 
 def collectives(job: Job) -> None:
-    """All operations of a process group, with the world group and others."""
+    """Call all operations of process groups, of the world group and of others."""
     initialize(job)
     everyone = list(range(job.size))
     world = dist.group.WORLD
@@ -164,7 +164,7 @@ def collectives(job: Job) -> None:
 
 
 def _groups(job: Job, evens: list[int]) -> None:
-    """Two groups of the same ranks."""
+    """Sum in two groups of the same ranks: their sums must not mix."""
     with job.check("groups of the same ranks"):
         one, other = dist.new_group(evens), dist.new_group(evens)
         if job.rank in evens:
@@ -258,8 +258,8 @@ class _Weighted(nn.Module):
 
 
 def keeps_losses_apart(job: Job) -> None:
-    """With error feedback the mean of a constant gradient over steps approaches it, bucket by
-    bucket, though all buckets have the same length."""
+    """Average constant gradients with error feedback. The mean over steps approaches the gradient,
+    bucket by bucket, though all buckets have the same length."""
     initialize(job)
     _average_constant_gradients(job, "DDP by itself", hook=None)
     _average_constant_gradients(job, "our hook", hook=hooks.ddp_comm_hook)
@@ -340,7 +340,7 @@ def _train_hsdp(
 
 
 def streams(job: Job) -> None:
-    """Streams wait while the host goes on."""
+    """Sum on a GPU: streams wait for the sums while the host continues."""
     initialize(job)
     want = total(LARGE, list(range(job.size)))
     with job.check("kernels are loaded while a stream waits"):
@@ -415,8 +415,8 @@ def first_step(job: Job) -> None:
 
 
 def many_sizes(job: Job) -> None:
-    """Sums of ever new lengths: servers see a bounded number of tensors. The test checks their
-    memory after all lengths came twice, and at the end."""
+    """Sum tensors of ever new lengths: servers see a bounded number of tensors. The test checks
+    their memory after all lengths came twice, and at the end."""
     initialize(job)
     rounds, sizes = int(job.args["rounds"]), int(job.args["sizes"])
     held: list[int] = []

@@ -61,8 +61,8 @@ def _in_opposite_order(job: Job, groups: list[Any], reduce: Reduce = _by_group) 
 
     def use(place: int, number: int, group: Any) -> None:
         try:
-            # Waits until the other thread has asked for its first sum, which the other rank does
-            # not expect.
+            # The other thread must have asked for its first sum. The other rank does not expect
+            # that sum yet.
             if place:
                 assert began[place - 1].wait(WAIT_S)
                 time.sleep(0.3)
@@ -162,7 +162,7 @@ def hooked(job: Job) -> None:
 
 
 def node_first(job: Job) -> None:
-    """Ranks of a host sum first: their node groups must not mix either."""
+    """Sum on hosts first: the node groups of different process groups must not mix either."""
     initialize(job, store=tcp_store(job))
     everyone = list(range(job.size))
     with job.check("two groups, first used in opposite order"):

@@ -37,7 +37,7 @@ def initialize(job: Job, **named: Any) -> None:
 
 
 def init_process_group(job: Job, **named: Any) -> None:
-    """Initialize like a script whose ranks meet in a file."""
+    """Initialize torch.distributed like a script whose ranks meet in a file."""
     settings = {
         "backend": native_backend(job),
         "init_method": f"file://{job.folder}/store",

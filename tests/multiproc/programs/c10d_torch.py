@@ -16,7 +16,7 @@ from tests.multiproc.programs.c10d_kit import given, initialize, natively, throu
 from tests.multiproc.programs.job import Job
 
 SHORT_S = 0.5
-"""Limit that a late rank does not meet, in seconds."""
+"""Time limit in seconds that a late rank exceeds."""
 
 type Case = Callable[[Job, Any], Any]
 """Function of a job and a group; its result must be the same with any backend."""
@@ -182,7 +182,7 @@ def _nobody_waits(job: Job, group: Any) -> Any:
 
 
 def as_torch_promises(job: Job) -> None:
-    """Cases that need neither a compiler nor a late rank."""
+    """Run cases that need neither a compiler nor a late rank."""
     _compare(
         job,
         {

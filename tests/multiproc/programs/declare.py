@@ -40,7 +40,7 @@ def _members(tensor: bps.TensorDeclaration, job: Job) -> list[int]:
 
 
 def many(job: Job) -> None:
-    """Two hundred tensors of two groups in one call; then a few are summed."""
+    """Declare two hundred tensors of two groups in one call, and sum a few of them."""
     bps.init()
     everyone = tensors(job, 200)
     own = [t for t in everyone if job.rank in _members(t, job)]
@@ -123,8 +123,8 @@ SETS: dict[str, list[int]] = {
 
 
 def dealt(sizes: list[int]) -> list[int]:
-    """Return bytes per server if tensors are placed like Megatron's buckets: each begins where the
-    one before ended."""
+    """Return bytes per server if tensors are placed like Megatron's buckets: each tensor begins on
+    the server after the last one."""
     place, total = 0, [0] * servers()
     for number, nbytes in enumerate(sizes):
         part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=place)
@@ -170,7 +170,7 @@ def spread(job: Job) -> None:
 
 
 def placed_by_hash(job: Job) -> None:
-    """The other hash leaves no server idle."""
+    """Place tensors by the hash function djb2: no server stays idle."""
     bps.init()
     for label in ("40M elements a bucket, fp32", "one partition each"):
         with job.check(label):

@@ -38,7 +38,7 @@ def demand_sum(
 
 
 def every_dtype(job: Job) -> None:
-    """Every element type, in place and not, with one element and with many partitions."""
+    """Sum every element type, in place and not, with one element and with many partitions."""
     bps.init()
     for dtype in values.DTYPES:
         for count in (1, 1023, 1024, 1025, COUNT):
@@ -100,7 +100,7 @@ def wire_types(job: Job) -> None:
 
 
 def wanted_part(job: Job) -> None:
-    """Each rank pulls another part; the rest of its tensor is unchanged."""
+    """Pull another part of the sum on each rank: the rest of its tensor stays unchanged."""
     bps.init()
     with job.check("part"):
         begin, end = job.rank * 1000 + 17, COUNT - job.rank * 999
@@ -184,14 +184,14 @@ def peer_dies_under_nccl(job: Job) -> None:
 
 
 def interrupted(job: Job) -> None:
-    """Ctrl-C ends a synchronize, but the sum goes on."""
+    """Interrupt a synchronize by Ctrl-C: the sum goes on."""
     bps.init()
     tensor = given(job, "late", 0, "float32")
     if job.rank == 1:
         job.wait_go("push")
     handle = bps.push_pull_async_inplace(tensor, average=False, name="late")
     if job.rank == 0:
-        # Its declaration is complete: rank 0 waits for rank 1's push.
+        # The tensor is declared, so rank 0 waits for rank 1's push.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with job.check("interrupted"):
             try:

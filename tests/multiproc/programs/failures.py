@@ -72,8 +72,8 @@ UNSENT = ("push_queue", "transport")
 
 
 def unread(job: Job) -> None:
-    """Rank 0, which is then stopped, pushes a tensor that rank 1 pushes later, so that it does not
-    read the sum. The other sums are pushed only by rank 0."""
+    """Stop rank 0 after it has pushed a tensor that rank 1 pushes later, so that rank 0 does not
+    read the sum. Only rank 0 takes part in the other sums."""
     bps.init()
     large = torch.ones(16 << 20)
     if job.rank == 0:
@@ -94,10 +94,10 @@ def unread(job: Job) -> None:
 
 
 def missing(job: Job) -> None:
-    """Rank ``missing`` of args never calls the operation for which the others wait.
+    """Make rank ``missing`` (in args) never call the operation for which the other ranks wait.
 
-    It stays in the job, or leaves it normally with ``leaves``. With ``traffic`` the others keep the
-    servers busy with another tensor meanwhile.
+    It stays in the job or, with ``leaves``, leaves it normally. With ``traffic`` the other ranks
+    keep the servers busy with another tensor.
     """
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="together")
@@ -216,7 +216,8 @@ def ends(job: Job) -> None:
 
 
 def waits_for_a_peer(job: Job) -> None:
-    """Rank 1 waits for rank 0 in torch.distributed, whose connections end before rank 0 does."""
+    """Make rank 1 wait for rank 0 in torch.distributed; rank 0 closes its connections, then
+    ends."""
     before = set(_sockets())
     store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
@@ -239,7 +240,7 @@ def waits_for_a_peer(job: Job) -> None:
 
 
 def sums(job: Job) -> None:
-    """Sum until the test says so; rank 0 decides, and all end with the same sum."""
+    """Sum until the test ends it. Rank 0 decides when, so that all ranks end with the same sum."""
     bps.init()
     round_ = 0
     while True:
@@ -309,7 +310,7 @@ def checked(job: Job) -> None:
     bps.shutdown()
 
 
-# Workers that fork: what their children may do, and what they must not keep.
+# Workers that fork: what their children may do, and which descriptors they must not keep.
 
 
 def _demand_sum(job: Job, name: str, round_: int) -> None:
@@ -352,7 +353,7 @@ def _sockets() -> list[str]:
 
 
 def children(job: Job) -> None:
-    """A child can neither use nor end the job; nor can its own child."""
+    """Fork a child, and a child of the child: neither can use or end the job."""
     bps.init()
     given = torch.ones(8)
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
@@ -408,7 +409,7 @@ def children(job: Job) -> None:
 
 
 def _demand_may_join() -> None:
-    """In a child that is in no job, init works as in any process."""
+    """Check that in a child that is in no job, init works as in any process."""
     os.environ["BYTEPS_START_TIMEOUT_S"] = "1"
     os.environ["DMLC_PS_ROOT_PORT"] = "1"
     try:
@@ -435,7 +436,7 @@ def _batches(job: Job) -> Iterator[torch.Tensor]:
 
 
 def loads_data(job: Job) -> None:
-    """DataLoader processes come, go, and exist while the job sums."""
+    """Sum while DataLoader processes start, run and end."""
     bps.init()
     for epoch in range(2):
         with job.check(f"epoch {epoch}"):
@@ -446,7 +447,7 @@ def loads_data(job: Job) -> None:
 
 
 def killed(job: Job) -> None:
-    """Rank 1 has a child that outlives it; all sum until they learn of its end."""
+    """Sum until a killed rank is noticed. Rank 1 is killed, and has a child that outlives it."""
     bps.init()
     if job.rank == 1:
         pid = os.fork()

@@ -61,7 +61,7 @@ def by_chance(job: Job) -> None:
 
 
 def parts(job: Job) -> None:
-    """Each rank pulls a part that begins and ends inside blocks; the rest is unchanged."""
+    """Pull parts that begin and end inside blocks, by rank: the rest of the tensor is unchanged."""
     bps.init()
     count = 80_001
     for label, form in FORMS.items():
@@ -123,7 +123,7 @@ def forgotten(job: Job) -> None:
 
 
 def saved(job: Job) -> None:
-    """A job that loads saved losses makes the same sums as the job that goes on. Losses can be
+    """Load saved losses: the job then makes the same sums as the job that saved them. Losses can be
     saved again before they are used, and are dropped with others."""
     bps.init()
     form, count = wire.int4(), 600_003
@@ -316,7 +316,7 @@ class Run:
 
 
 def steps(job: Job) -> None:
-    """Steps made at once, speculative and kept, repeated, or dropped, and made late."""
+    """Make steps of every kind: at once; speculative, then kept, repeated or dropped; and late."""
     bps.init()
     for label, form in SERVER_FORMS.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -346,8 +346,8 @@ def steps(job: Job) -> None:
 def _goes_on(
     job: Job, run: Run, form: WireType, dtype: torch.dtype, name: str, options: dict[str, Any]
 ) -> None:
-    """A job that loads a saved state makes the same steps as the job that goes on, once both drop
-    losses."""
+    """Load a saved state: the job then makes the same steps as the job that saved it, once both
+    drop their losses."""
     saved = run.served.state_dict()
     again = Run(job, form, dtype, f"{name} again", **options)
     with torch.no_grad():
@@ -366,7 +366,7 @@ def _goes_on(
 
 
 def refused_by_servers(job: Job) -> None:
-    """Types whose parameters cannot be sent as differences."""
+    """Try types whose parameters servers cannot send as differences: they are refused."""
     bps.init()
     for form in ("bf16", wire.of(torch.float16)):
         some = [torch.nn.Parameter(torch.ones(3, 3))]

@@ -63,7 +63,7 @@ def _shard(
 def _train(
     job: Job, model: Any, steps: int = STEPS, *, accumulates: bool = False
 ) -> list[torch.Tensor]:
-    """Train some steps, and return the whole parameters."""
+    """Train some steps, and return the parameters unsharded."""
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.5)
     torch.manual_seed(100 + job.rank)
     for _ in range(steps):
@@ -102,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def exact(job: Job) -> None:
-    """Two hosts, values in their own type: what gloo or NCCL computes, to the bit."""
+    """Train on two hosts, with values in their own type: results have the bits of gloo or NCCL."""
     initialize(job)
     torch.set_num_threads(1)
     for name, case in CASES.items():
@@ -132,7 +132,7 @@ def exact(job: Job) -> None:
 
 
 def few_bits(job: Job) -> None:
-    """Gradients in blocks, within their rounding of what gloo or NCCL computes."""
+    """Train with gradients in blocks: results are within rounding of those of gloo or NCCL."""
     initialize(job)
     torch.set_num_threads(1)
     theirs = _train(job, _shard(job, _plain))
@@ -153,9 +153,9 @@ def few_bits(job: Job) -> None:
 
 
 def _feed_back(job: Job) -> None:
-    """In each layer, the sum of many rounded gradients is close to the sum of the gradients. One
-    layer's gradients are a thousand times as large as the other's, so a loss of the one must not be
-    added to the other."""
+    """Check that in each layer the sum of many rounded gradients is close to the exact sum. One
+    layer's gradients are a thousand times the other's, so a loss added to the wrong layer would
+    show."""
     layers = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(2)])
     for layer in layers:
         fully_shard(layer)
@@ -213,8 +213,8 @@ def gathered(job: Job) -> None:
 
 
 def _gather_ahead(job: Job, model: Model, given: torch.Tensor) -> None:
-    """Rank 0 has computed the last layer's gradients before the other ranks, which wait for this,
-    gather the layer before it."""
+    """Check that the backward pass does not wait for a gather: rank 0 computes the last layer's
+    gradients before the other ranks, which wait for that, gather the layer before it."""
     last, everybody = model.layers[-1], dist.new_group(timeout=timedelta(seconds=60))
 
     def meet(*_: object) -> None:

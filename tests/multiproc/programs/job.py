@@ -14,7 +14,8 @@ from typing import Any
 
 
 class Job:
-    """A worker. Checks go on after a failure, so that one run reports all failures."""
+    """A worker of a test's job. Its checks go on after one fails, so that a run reports all
+    failures."""
 
     def __init__(self, folder: Path, args: dict[str, Any]) -> None:
         self.folder = folder

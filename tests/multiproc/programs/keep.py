@@ -68,7 +68,7 @@ def again_in_one_process(job: Job) -> None:
     with job.check_raises("a handle of the last life", ValueError, "handle"):
         bps.synchronize(handle)
     for round_ in range(20):
-        # The same name and rounds as before, with another number of workers and other values.
+        # Name and rounds are those of earlier generations; workers and values are not.
         with job.check(f"sum {round_}"):
             _sum(rank, size, "weight", 1000 + round_)
     with job.check("another size under the same name"):
@@ -111,7 +111,7 @@ def joins(job: Job) -> None:
 
 
 def raises(job: Job) -> None:
-    """An error outside BytePS ends every worker, one after the other."""
+    """Raise an error outside BytePS on every worker, one after the other."""
     bps.init()
     _sum(job.rank, job.size, "weight", 0)
     job.mark("summed")
@@ -189,8 +189,8 @@ def demand_sum(rank: int, size: int, salt: int) -> None:
 
 
 def init_over_the_lent_store(rank: int, size: int) -> None:
-    """Initialize with the store that torchrun shares between all lives, and a backend that makes no
-    connections: torch's own backends may use addresses of an earlier life."""
+    """Initialize over the store that torchrun shares between all generations, with a backend that
+    makes no connections: torch's own backends may use addresses of an earlier generation."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
 
     store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
@@ -198,7 +198,7 @@ def init_over_the_lent_store(rank: int, size: int) -> None:
 
 
 def _count_life(rank: int) -> int:
-    """Return which life of this rank it is, from 0. torchrun counts per host."""
+    """Return the number of this rank's generation, from 0. (torchrun counts them per host.)"""
     with (Path(os.environ["JOB_FOLDER"]) / f"lives.{rank}").open("a+") as lives:
         lives.write("life\n")
         lives.seek(0)
@@ -206,7 +206,7 @@ def _count_life(rank: int) -> int:
 
 
 def live(rank: int, size: int) -> None:
-    """Sum, also inside the host; then one rank of each life except the last ends at once."""
+    """Sum, also inside the host. In each generation but the last, one rank then ends at once."""
     life, lives = _count_life(rank), int(os.environ["LIVES"])
     group = nodes.groups.get(tuple(range(size)), torch.device("cpu"))
     total = torch.empty(3)

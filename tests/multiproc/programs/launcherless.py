@@ -70,8 +70,8 @@ def _meet(rank: int, folder: Path, port: int, how: str) -> None:
 
 
 def _leave_one_after_the_other(rank: int, folder: Path, *, c10d: bool) -> None:
-    """Rank 0 has started the servers and does not wait; the servers outlive it for the
-    other ranks."""
+    """Leave the job rank by rank. Rank 0 has started the servers, and leaves first without a wait;
+    the servers outlive it for the other ranks."""
     if rank == 1:
         deadline = time.monotonic() + 100
         while not (folder / "rank 0 has left").exists():

@@ -124,7 +124,7 @@ def speed(job: Job) -> None:
     deadline = time.monotonic() + 40
     moved = 0
     stamp, rate = bps.get_pushpull_speed()
-    # The first figure may need some traffic; ranks stop together.
+    # Ranks sum until all have a figure, and stop together. The first figure may need some traffic.
     while True:
         bps.push_pull_inplace(tensor, average=True, name="traffic")
         moved += tensor.nbytes
@@ -203,7 +203,7 @@ def second_try(job: Job) -> None:
     bps.shutdown()
 
 
-# Known jobs, whose metrics and timelines the tests check.
+# Jobs with known sums: tests check their metrics and timelines.
 
 
 ROUNDS = 3
@@ -257,7 +257,7 @@ def waiting(job: Job) -> None:
 
 
 def disagreeing(job: Job) -> None:
-    """Workers disagree about the size of a tensor; one of them gets an error."""
+    """Give a tensor another size on one worker: one of the workers gets an error."""
     bps.init()
     bps.push_pull(torch.ones(SMALL), average=False, name="small")
     try:
@@ -288,7 +288,7 @@ def two_lives(job: Job) -> None:
 
 
 def straggling(job: Job) -> None:
-    """Sum until the test says so; the last worker is always late."""
+    """Sum until the test ends it; the last worker is always late."""
     bps.init()
     tensor, ends = torch.ones(LARGE), job.folder / "go.end"
     deadline = time.monotonic() + 100.0

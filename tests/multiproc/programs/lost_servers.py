@@ -100,7 +100,7 @@ def one_off(job: Job) -> None:
 
 
 def with_optimizer(job: Job) -> None:
-    """Steps of an optimizer whose state servers keep."""
+    """Make steps of an optimizer whose state is on the servers."""
     bps.init()
     weights = torch.nn.Parameter(torch.ones(100_000))
     optimizer = bps.ServerOptimizer(torch.optim.AdamW([weights], lr=1e-3))
@@ -173,20 +173,20 @@ PHASES = {
     "again": CLIPPED,  # The same in a step that will be repeated.
     "after": 2,  # Before the next step.
 }
-# Steps in which the survivors fail. If a rank is lost just after the answer of a clipped step,
+# Steps that fail on the surviving ranks. If a rank is lost just after the answer of a clipped step,
 # servers may have made that step for the others.
 FAILS = {"before": {2}, "pushed": {2}, "answered": {3}, "again": {3}, "after": {3}}
 FAILS_WITHOUT_A_RANK = {**FAILS, "again": {3, 4}}
 
 
 def dies(job: Job) -> None:
-    """Run a life of a job in which rank 1 kills a server, or itself, in a phase of a step.
+    """Run a job in which rank 1 kills a server, or itself, in a phase of a step.
 
-    args: ``life``; ``phase``: a key of PHASES, or None: no kill; ``server``: its pid, or None for
-    the rank.
+    args: ``life``: number of this job, from 0; ``phase``: a key of PHASES, or None: no kill;
+    ``server``: its pid, or None for the rank.
 
-    The first life writes the results of non-speculative steps, and a checkpoint after step 1, from
-    which the others resume. At any time a rank's parameters must equal these results.
+    The first job writes the results of non-speculative steps, and a checkpoint after step 1, from
+    which later jobs resume. At any time a rank's parameters must equal these results.
     """
     bps.init()
     life, phase = job.args["life"], job.args["phase"]
@@ -235,7 +235,7 @@ def write_expected(job: Job) -> None:
 
 
 def begin(job: Job, pair: Pair, *, first_life: bool) -> None:
-    """Make two steps and a checkpoint, or resume from it."""
+    """Make two steps and save a checkpoint (in the first job), or resume from it."""
     checkpoint = job.folder / "checkpoint.pt"
     if not first_life:
         saved = torch.load(checkpoint)

@@ -17,7 +17,7 @@ LATE_S = 0.5
 
 
 def metrics(job: Job) -> None:
-    """A few steps of two sums; in one of them rank 1 is late."""
+    """Make a few steps of two sums. In one step rank 1 is late."""
     bps.init()
     device = device_of(job)
     bps.push_pull(torch.ones(COUNT, device=device), average=False, name="first")
@@ -64,7 +64,7 @@ def metrics(job: Job) -> None:
 
 
 class _Ranges:
-    """Stands in for torch's calls of NVTX, which reach nobody where no tool listens."""
+    """Stands in for torch's calls of NVTX, which have no effect without a profiler."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

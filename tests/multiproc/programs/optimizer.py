@@ -72,7 +72,7 @@ def distributed(job: Job) -> None:
 
 
 def clipped(job: Job) -> None:
-    """After synchronize() and before step(), .grad has the mean, which a rank may change."""
+    """Change gradients between synchronize() and step(), when .grad has the mean."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(
@@ -98,7 +98,7 @@ def clipped(job: Job) -> None:
 
 
 def compressed(job: Job) -> None:
-    """Compression.fp16: gradients travel as fp16 and come back in their own type."""
+    """Use Compression.fp16: gradients travel as fp16, and come back in their own type."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(
@@ -296,7 +296,8 @@ def equals_torch(job: Job) -> None:
 
 
 def fragments(job: Job) -> None:
-    """Each fragment has its own step, and updates made while an average is in flight are kept."""
+    """Exchange fragments, each in its own step; updates made while an average is in flight are
+    kept."""
     bps.init()
     with job.check("fragments and delay"):
         mine = Replica(job.rank)
@@ -356,7 +357,7 @@ def fragments_without_values(job: Job) -> None:
 
 
 def momentum_keeps_members_alike(job: Job) -> None:
-    """In bf16 differences are rounded, but all members add the same ones."""
+    """Exchange with momentum in bf16: all members add the same rounded differences."""
     bps.init()
     with job.check("bf16"):
         mine = Replica(job.rank)

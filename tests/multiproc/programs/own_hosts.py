@@ -69,7 +69,7 @@ def _spawned(local_rank: int, args: dict[str, Any]) -> None:
 
 
 def train(init: dict[str, Any]) -> None:
-    """All-reduce; then, in all lives except the last, a rank is killed and the others fail."""
+    """Sum in all generations. In each but the last, a rank is killed, and the other ranks fail."""
     folder, lives = Path(os.environ["JOB_FOLDER"]), int(os.environ.get("LIVES", "1"))
     dist.init_process_group("gloo", **init)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -93,7 +93,7 @@ def _count_life(folder: Path, rank: int) -> int:
 
 
 def _demand_servers(folder: Path, life: int) -> None:
-    """Check that only this life's servers and scheduler run, once the last life's have ended."""
+    """Wait until only this generation's scheduler and servers run."""
     deadline = time.monotonic() + WAIT_S
     while True:
         commands = processes_with("JOB_FOLDER", str(folder)).values()

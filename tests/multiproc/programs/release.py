@@ -16,11 +16,11 @@ from tests.multiproc.programs.job import Job
 LIVES = 30
 NUMEL = 1 << 20
 WARM = 5
-"""Number of lives after which memory is first measured."""
+"""Number of objects with the same names after which memory is first measured."""
 
 
 class Owner:
-    """Owns parameters on the servers under a name that others had before."""
+    """Owns parameters on the servers, under a name that earlier objects had."""
 
     def __init__(self, name: str, numel: int) -> None:
         self._names = engine.Names(name)
@@ -51,8 +51,8 @@ class Owner:
 
 
 def lives(job: Job) -> None:
-    """Parameters and a sum with the same names and another shape in each life. Ranks release at
-    different times: one when it makes the next object, others when the last is collected."""
+    """Make objects with the same names, one after the other: parameters, and a sum of another
+    shape. One rank releases when it makes the next object, others when the last is collected."""
     bps.init()
     owner = None
     for life in range(LIVES):

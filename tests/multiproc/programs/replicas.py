@@ -1,5 +1,5 @@
-"""Replicas of one worker each: checked steps, while replicas die and come back; they sum, or
-servers keep and update their parameters."""
+"""Replicas of one worker each, which sum or update parameters on servers, and check each step. Some
+replicas die and come back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values_of(replica: int, life: int, step: int) -> torch.Tensor:
 
 
 class Replica:
-    """A life of a replica; it may be told to kill itself in a phase of a step."""
+    """A replica, from its start to its end. It may have to kill itself in a phase of a step."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.number, self.count = job, session.replica(), session.replicas()
@@ -166,7 +166,7 @@ def train(job: Job) -> None:
 
 
 def play(job: Job, make: Callable[[Job], Replica]) -> None:
-    """Run a replica. Raises its error, so that the others learn of its loss."""
+    """Run a replica. If it fails, raise its error, so that other replicas learn of its loss."""
     bps.init()
     replica = make(job)
     try:

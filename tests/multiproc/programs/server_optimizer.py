@@ -161,7 +161,7 @@ def updates(job: Job) -> None:
 
 
 def goes_on(job: Job, kind: str, dtype: torch.dtype, name: str, pair: Pair) -> None:
-    """Resume from a saved state: on the servers bit for bit, and in torch."""
+    """Resume from a saved state: on the servers with the same bits, and in torch's optimizer."""
     saved = pair.served.state_dict()
     again = Pair(job, kind, dtype, f"{name} again")
     with torch.no_grad():
@@ -208,7 +208,7 @@ def clipped(job: Job) -> None:
 
 # Predicate of clipped steps, and the numbers of speculative and repeated steps.
 PATTERNS: dict[str, tuple[Callable[[int], bool], tuple[int, int]]] = {
-    # After two clipped steps there is no speculation.
+    # Two clipped steps in a row turn speculation off.
     "every step": (lambda step: True, (2, 2)),
     "every other step": (lambda step: step % 2 == 0, (8, 3)),
     "never": (lambda step: False, (8, 0)),
@@ -218,8 +218,8 @@ SPOILED = 2
 
 
 def speculates(job: Job) -> None:
-    """Speculative steps give the same bits as others: parameters and state, for any clipping, and
-    with a gradient that is not finite."""
+    """Make speculative steps, with every kind of clipping, and with a gradient that is not finite:
+    parameters and state have the bits of other steps."""
     bps.init()
     for name, (clips, counts) in PATTERNS.items():
         for kind, dtype in (("adamw", torch.bfloat16), ("sgd", torch.float32)):
@@ -256,7 +256,7 @@ def demand_equal_states(pairs: list[Pair]) -> None:
 
 
 def counted(job: Job) -> None:
-    """Elements that do not count are left out of the norm, unless they are not finite."""
+    """Check the norm: elements that do not count are left out, unless they are not finite."""
     served = ServerTensor(
         bps.TensorDeclaration(name="counted", dtype=torch.float32, numel=3000, average=False),
         rule_of(torch.optim.SGD(parameters(0, torch.float32), lr=0.1)),
@@ -313,7 +313,7 @@ def keeps_memory(job: Job) -> None:
 
 
 def interrupted(job: Job) -> None:
-    """A step interrupted outside BytePS also requires a checkpoint, and resumes from it."""
+    """Interrupt a step outside BytePS: the job must resume from a checkpoint, and does."""
     bps.init()
     for clip in ("speculate", "wait"):
         pair = Pair(job, "adamw", torch.float32, clip, max_norm=1e6, clip=clip)
@@ -370,7 +370,7 @@ def _made(job: Job, name: str = "", group: list[int] | None = None) -> ServerOpt
 
 
 def names(job: Job) -> None:
-    """Two optimizers of the same name would share a state on the servers."""
+    """Make two optimizers of the same name: they are refused, as they would share one state."""
     bps.init()
     first = _made(job)
     taken = r"another ServerOptimizer named 'optimizer' is in use on {} of .* {} ranks.*name=\.\.\."
@@ -390,7 +390,7 @@ def names(job: Job) -> None:
     second = _made(job, name="second")
     with job.check("another name"):
         second.step()
-    # A reference only on one rank: the others have collected theirs.
+    # Only rank 1 keeps a reference. The other ranks have collected their optimizer.
     kept = [second] if job.rank == 1 else []
     del second
     with job.check_raises("alive on one rank", ValueError, "in use on 1 of .* 3 ranks"):
@@ -416,8 +416,8 @@ def names(job: Job) -> None:
 
 
 def other_shapes(job: Job) -> None:
-    """A released name is free for parameters of another shape, and no state of the first parameters
-    remains on the ranks. Rank 0 releases the name by close(), the others by garbage collection."""
+    """Release a name, and use it for parameters of another shape: no state of the first parameters
+    remains on the ranks. Rank 0 releases it by close(), the others by garbage collection."""
     for life, rows in enumerate((256, 300, 256)):
         with job.check(f"life {life}, of {rows} rows"):
             torchs = torch.optim.SGD([torch.nn.Parameter(torch.ones(rows, 256))], lr=0.1)
@@ -451,7 +451,7 @@ def disagree(job: Job) -> None:
             served.step()
         except bps.BytePSError as error:
             job.note(f"disagree.{max_norm}", str(error))
-        # With norms, the first to ask is served.
+        # If norms are needed, the optimizer that asks first is served.
         if max_norm is None:
             with job.check_raises("afterwards", bps.BytePSError, f"earlier step.*{said}"):
                 served.step()

@@ -70,7 +70,7 @@ def exact(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
             result = bps.synchronize(result)
         want = values.exact_sum(count, ranks, name, round_, dtype, average)
         if dtype in ("float32", "float64") and average and job.size == 3:
-            # A division by three may be a product with the rounded third: one ulp apart.
+            # torch may divide by three as a product with the rounded third, which is one ulp off.
             limit = values.ulp(want.double(), dtype)
             values.demand_close_to(result, want.double(), limit)
         else:
@@ -90,7 +90,7 @@ def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
 
 
 def integers(job: Job) -> None:
-    """Averages of integers whose sum exceeds their type."""
+    """Average integers whose sum exceeds their type."""
     bps.init()
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
         for end in (torch.iinfo(dtype).max, torch.iinfo(dtype).min):
@@ -208,7 +208,7 @@ def shapes(job: Job) -> None:
         result = bps.push_pull(given.detach(), average=False, name="detached")
         values.demand_exact(result, torch.full((5,), float(job.size)))
     with job.check("an empty tensor returns at once"):
-        # Only one rank calls: nothing is sent and nothing is waited for.
+        # One rank alone makes these calls: no value is sent, and no rank is waited for.
         if job.rank == 0:
             assert bps.push_pull(torch.empty(0), name="empty").shape == (0,)
             assert bps.push_pull_inplace(torch.empty(0, 3), name="empty").shape == (0, 3)
@@ -263,7 +263,7 @@ def disjoint(job: Job) -> None:
         "three and one": [[0, 1, 2], [3]],
         "all": [everyone],
     }
-    # The groups of a layout share the name; each rank is in one of them.
+    # All groups of a layout share a name; each rank is in one of them.
     mine = {
         label: next(group for group in groups if job.rank in group)
         for label, groups in layouts.items()
@@ -283,7 +283,7 @@ def disjoint(job: Job) -> None:
         for handle, name, group, round_ in reversed(waiting):
             demand(handle, name, group, round_)
     with job.check("a group of everyone is no group"):
-        # Half of the ranks name the group, the others omit it: the operation is the same.
+        # Half of the ranks pass the group of all ranks, the others none: it is the same operation.
         name = "everyone"
         demand(start(name, everyone if job.rank % 2 else None, 7), name, everyone, 7)
     with job.check("the order of ranks in a group does not matter"):
@@ -334,10 +334,10 @@ def process_groups(job: Job, everyone: list[int]) -> None:
 
 
 def mismatch(job: Job) -> None:
-    """Rank 1 calls differently from rank 0: both get an error, and the job can go on."""
+    """Make calls that differ between rank 1 and rank 0: both get an error, and the job goes on."""
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="agreed")
-    # Thousands of partitions: most are not sent yet when the error comes.
+    # With thousands of partitions, most are not sent yet when the error comes.
     other: dict[str, torch.Tensor] = {
         "size": torch.ones(3_000_001),
         "partitions": torch.ones(4_000_000),
@@ -381,7 +381,7 @@ def far_ahead(job: Job) -> None:
 
 
 def in_order(job: Job) -> None:
-    """Rank 1 comes last. The rounding of 2^80 + 1 depends on the order."""
+    """Sum in order, with rank 1 last. The rounding of 2^80 + 1 depends on the order."""
     bps.init()
     given = torch.tensor([2.0**80, 1.0, -(2.0**80)][job.rank]).repeat(COUNT)
     for name, in_order in (("as they come", False), ("in the order of ranks", True)):
@@ -421,7 +421,7 @@ def parts(job: Job) -> None:
         "one element": (COUNT - 1 - job.rank, COUNT - job.rank),
         "nothing": (7, 7),
         "all": (0, COUNT),
-        # Only one member pulls values.
+        # One member pulls values, the others none.
         "one rank": (0, COUNT if job.rank == 0 else 0),
     }
     for dtype in ("float32", "bfloat16"):

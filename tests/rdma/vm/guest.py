@@ -119,7 +119,7 @@ class Guest:
             *("-device", "virtio-9p-pci,fsdev=out,mount_tag=out"),
         ]
         words = (
-            # On a busy host the timer is late, and the kernel would take it for broken.
+            # On a busy host the timer is late, and the kernel would take the timer for broken.
             "console=ttyS0 quiet loglevel=3 panic=-1 net.ifnames=0 mitigations=off no_timer_check "
             f"out={self.folder} host_name=guest{number} epoch={int(time.time())}"
         )

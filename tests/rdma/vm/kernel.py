@@ -81,7 +81,7 @@ def find_kernel() -> Kernel:
                 _fetch(packages, folder)
             return _open(folder)
         except VmError as error:
-            # Without a network the last kernel that worked is good enough.
+            # Without a network, the last kernel that worked is used.
             kept = sorted(store.glob("linux-*"), key=lambda path: path.stat().st_mtime)
             if not kept:
                 raise

@@ -46,7 +46,6 @@ class WorkOfMany(Work):
             work.call_when_settled(one_settled)
 
     def is_completed(self) -> bool:
-        """Return whether all works are completed."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
@@ -58,7 +57,6 @@ class WorkOfMany(Work):
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the list of tensors."""
         futures = [work.get_future() for work in self._works]
         tensors = self._tensors
         return torch.futures.collect_all(futures).then(lambda done: _checked(done, tensors))

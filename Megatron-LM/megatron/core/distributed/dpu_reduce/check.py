@@ -156,7 +156,6 @@ def kinds_of(
 
 
 def render(verdict: Verdict, machines: Machines) -> str:
-    """Format the verdict as text."""
     lines = []
     for flag, refused in (
         ("--use-dpu-reduce", verdict.refused),

@@ -82,7 +82,6 @@ class _Notice:
             os._exit(128 + signal.SIGTERM)
 
     def close(self) -> None:
-        """Remove the handlers."""
         if os.getpid() != self._process or not _in_main_thread():
             return
         for number in self._numbers:
