@@ -108,8 +108,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     ).build()
 
 
-# Each rank builds its own datasets; otherwise rank 0 of a tensor-parallel group would build for
-# all.
+# Each rank builds its own datasets; otherwise a tensor-parallel group's rank 0 would build all.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined] # Megatron looks for it
 
 

@@ -113,8 +113,7 @@ def run(options: argparse.Namespace) -> None:
     with (root / "build/.patchset.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if options.command == "export":
-            # Export trees of a commit first: the export of another tree may change their shared
-            # patches.
+            # Trees of a commit are exported first, because the others may share their patches.
             chosen.sort(key=lambda upstream: not upstream.commit)
         for upstream in chosen:
             run_one(options, upstream)

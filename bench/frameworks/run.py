@@ -125,7 +125,7 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         }
         if options.link:
             ours["BYTEPS_LINK_GBPS"] = f"{options.link / 1e9:g}"
-        # Without emulated links NVLink is faster than any servers, and bf16 is as short as NCCL's
+        # Without emulated links NVLink is faster than servers, and bf16 is as short as NCCL's
         # values.
         if not options.link or set(options.ways) & set(SHARDED):
             ours["BYTEPS_C10D_BACKEND"] = "flat"

@@ -279,8 +279,7 @@ def apply(upstream: Upstream, *, force: bool = False) -> None:
         finally:
             git(tree, "worktree", "remove", "--force", str(new))
     git(tree, "tag", "-f", "overlay", f"{head}~{len(series.patches)}")
-    # The index lacks files that were copied ahead. The reset would write them again, with new
-    # times.
+    # The index lacks files that were copied ahead, and the reset would write them again.
     if ahead := [path for path in state.synced if (tree / path).is_file()]:
         git(tree, "add", "-f", "--", *ahead)
     git(tree, "reset", "-q", "--hard", head)

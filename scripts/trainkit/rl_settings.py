@@ -261,8 +261,7 @@ class Settings:
                 f"+{rollout}.engine_kwargs.vllm.worker_extension_cls": EXTENSION,
             }
             if self.rollout_tensor == 1:
-                # vLLM runs in the engine's own process, without shared memory that could be left
-                # behind.
+                # vLLM runs in the engine's own process, so no shared memory can be left behind.
                 values[f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
         return values
 

@@ -60,8 +60,7 @@ CUDA = Platform(
         "MEGATRON_CPU": "0",
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for tensor parallelism
-        # The two runs are compared bit by bit, so matrix products and NCCL must add in a fixed
-        # order.
+        # The two runs are compared bit by bit, so matrix products and NCCL add in a fixed order.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
     },
@@ -185,7 +184,7 @@ class Job:
                 if process.is_alive():
                     process.kill()
                 process.join()
-                # Kill the rank's children too: Megatron's checkpoint writers would wait for more
+                # The rank's children are killed, too: Megatron's checkpoint writers would wait for
                 # work.
                 with suppress(ProcessLookupError):
                     assert process.pid is not None  # it was started
@@ -241,8 +240,7 @@ class Job:
         per_machine = min(together, children.count_gpus())
         first = self.first_gpu + rank // per_machine * per_machine
         return {
-            # No other GPU is visible, because torch takes the rank modulo their number as its
-            # index.
+            # No other GPU is visible: torch takes the rank modulo the number of GPUs as its index.
             "CUDA_VISIBLE_DEVICES": children.some_gpus(first, per_machine),
             **children.place_among(rank, per_machine),
         }

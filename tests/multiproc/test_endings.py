@@ -345,8 +345,7 @@ def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None
     cluster.finish()
 
 
-# Servers and schedulers that get signals: operations in flight finish, and all nodes get the
-# reason.
+# Servers and schedulers that get signals: running operations finish, and all nodes get the reason.
 
 
 FIVE_SECONDS = {"BYTEPS_PEER_TIMEOUT_S": "5"}

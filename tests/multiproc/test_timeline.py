@@ -207,8 +207,7 @@ def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) 
 def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     """If a worker is lost, the others' timelines have complete stages and those that waited
     for it."""
-    # The worker is silent, and not disconnected, so the server has all pushes before a node gives
-    # up.
+    # The worker is silent but connected, so the server has all pushes before a node gives up.
     cluster = make_cluster(
         workers=WORKERS, servers=1, env=settings(run_dir, BYTEPS_PEER_TIMEOUT_S="3")
     )

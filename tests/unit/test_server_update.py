@@ -181,9 +181,8 @@ def demand_as_torch(found: list[torch.Tensor], theirs: Reference, exact: Referen
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # otherwise torch does not fuse
         if exact_roots:
             assert ulps(found[0], others[0]) <= 1
-        # With inexact square roots, a step may be off by its own ulp, and it is at most a few
-        # learning rates long. A parameter's ulp was twice as large before it fell below a power of
-        # two.
+        # With inexact square roots, a step may be off by its own ulp, which is at most some
+        # learning rates. A parameter's ulp was twice as large before it fell below a power of two.
         size = torch.maximum(found[0].abs(), others[0].abs())
         limit = 2 * (torch.nextafter(size, size + 1) - size) + 2.0**-23 * 4 * STEPS * rate(1)
         assert bool(((found[0] - others[0]).abs() <= limit).all())

@@ -119,8 +119,7 @@ def test_all_numbers_of_the_table_have_enforced_bounds(ask: Ask) -> None:
         least, *greatest = re.findall(r"-?[\d.]+", row["allowed"])
         for bound, beyond in ((least, -1), *((bound, 1) for bound in greatest)):
             inside = ask("--print-config", **{name: bound})
-            # A value within its own bounds may still contradict another value (a rank and its
-            # size).
+            # A value within its own bounds may contradict another value (a rank and its size).
             assert f"{name}={bound!r}" not in inside.stderr, (name, bound)
             exact = int if row["kind"] == "integer" else float
             outside = ask("--print-config", **{name: str(exact(bound) + beyond)})

@@ -383,8 +383,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "device_count", _zero()
     yield cuda, "current_device", lambda: _CPU
     yield cuda, "set_device", _nothing()
-    # Megatron reads the architecture to decide which CUDA settings it requires; the newest requires
-    # none.
+    # Megatron requires CUDA settings by architecture; it requires none for the newest one.
     yield cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=10, minor=0)
     yield cuda, "get_device_capability", lambda device=None: (10, 0)
     # Streams and events: the CPU works in order.

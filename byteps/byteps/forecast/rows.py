@@ -144,8 +144,7 @@ class Forecast:
 
     @property
     def _has(self) -> frozenset[str]:
-        # A flag that is in no row changes nothing, such as wire dtype bf16 for gradients of 16
-        # bits.
+        # A flag that is in no row changes nothing, such as bf16 on the wire for 16-bit gradients.
         return self.training.flags & {flag for row in self.rows for flag in row.flags}
 
 
@@ -308,8 +307,7 @@ class _Rows:
             for host in spread:
                 into[host] = into.get(host, 0.0) + count * load.host
                 gathered[host] = gathered.get(host, 0.0) + count * parameters
-            # `load.server` assumes that all hosts push at the same time; here only those of the
-            # group do.
+            # `load.server` is for pushes of all hosts at once; here only the group's hosts push.
             server += count * load.server * len(spread) / network.servers.hosts
         share = copied / network.servers.count
         pushes = Load(

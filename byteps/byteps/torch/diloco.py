@@ -284,8 +284,8 @@ class LocalSteps:
         ops.synchronize(handle)
         for piece in fragment.pieces:
             gradient, outer = piece.of(fragment.difference), piece.of(fragment.outer)
-            # Separate operations: all members round alike, even if their CPUs or GPUs differ in
-            # fusing.
+            # The operations are separate: all members round alike, even if their devices fuse
+            # differently.
             if self._momentum:
                 momentum = piece.of(fragment.momentum)
                 momentum.mul_(self._momentum).add_(gradient)

@@ -215,8 +215,7 @@ class Sum:
         """Return the copy in the wire dtype for its next use."""
         if self.received.is_cuda:
             now = torch.cuda.current_stream(self.received.device)
-            # Without this, torch would give the memory to other work of the stream that allocated
-            # it.
+            # torch would otherwise give the memory to other work of the stream that allocated it.
             if now.cuda_stream != self.stream:
                 self.received.record_stream(now)
         elif registers_memory:

@@ -250,7 +250,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         for gradients in self._gradients:
             gradients.collect()
         if any(one.item() for one in found.values()):
-            # A NaN makes the norm NaN on all members, even if this rank's gradients were changed
+            # A NaN makes the norm NaN on all members, even if this rank's gradients have changed
             # since.
             self._gradients[0].tensor[0] = math.nan
         with self._machine.failing():

@@ -433,8 +433,7 @@ class ServerTensor:
             self._read(0, 0, 0, torch.empty(1))
 
     def _read(self, slot: int, begin: int, end: int, values: torch.Tensor) -> None:
-        # Other ranks have not sent the verdict yet, and this rank sends it again with its next
-        # push.
+        # Other ranks have not sent the verdict yet. This rank sends it again with its next push.
         where = begin, end, values.data_ptr()
         wait_update(start_update(lambda: self._tensor.read(slot, *where, self._verdict), values))
 

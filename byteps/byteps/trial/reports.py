@@ -81,7 +81,7 @@ class Desk:
         with suppress(OSError):  # closed
             while True:
                 connection, _ = self._socket.accept()
-                # The thread is no daemon, so the end of this process waits until all messages are
+                # The thread is no daemon, so this process ends only after all messages are
                 # answered.
                 threading.Thread(target=self._serve, args=(connection,), daemon=False).start()
 

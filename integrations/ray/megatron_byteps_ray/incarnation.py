@@ -269,8 +269,7 @@ class Incarnation:
         """Take answers, and ask again; at the end wait for all answers."""
         self._hear(0.0 if not last else _CALL_S, again=not last)
         if last:
-            # Earlier requests were answered first: each answer has the steps since the answer
-            # before.
+            # Earlier requests were answered first: an answer has the steps since the last answer.
             self._asked = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
             self._hear(_CALL_S, again=False)
         if all(seen.get("step") for seen in self._seen):

@@ -14,8 +14,7 @@ import ray
 from .cluster import Pool
 from .settings import Settings, first_metrics_port, metrics_of_server
 
-# Kinds of ends, the likeliest cause first: the loss of a machine makes ranks fail, but not the
-# reverse.
+# Kinds of ends, likeliest cause first: a lost machine makes ranks fail, but not the reverse.
 LOST, KILLED, HUNG, LEFT, FAILED = "lost", "killed", "hung", "left", "failed"
 _ORDER = (LOST, KILLED, HUNG, LEFT, FAILED)
 LEFT_STATUS = 128 + signal.SIGTERM

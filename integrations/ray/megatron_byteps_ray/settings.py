@@ -399,8 +399,7 @@ class Settings:
 
     def forwarded(self) -> dict[str, str]:
         """Return the driver's variables for all processes, and those of the settings."""
-        # A job with its own servers sets DMLC_ variables itself; otherwise they name another
-        # cluster.
+        # A job with its own servers sets DMLC_ variables itself; the driver's name another cluster.
         begins = FORWARDED if self.servers else (*FORWARDED, "DMLC_")
         own = {k: v for k, v in os.environ.items() if k.startswith(begins)}
         return {k: v for k, v in own.items() if k not in SET_BY_DRIVER} | dict(self.environment)

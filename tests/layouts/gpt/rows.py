@@ -328,8 +328,7 @@ LAYOUTS: tuple[Layout, ...] = (
            distributed_optimizer=True, instances=4, dtype="bf16-wire"),
     Layout(name="node4-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
            distributed_optimizer=True, instances=2),
-    # One optimizer instance spans two hosts; then two instances share a host, and own the same
-    # shards.
+    # One optimizer instance spans two hosts; then two share a host, and own the same shards.
     Layout(name="node2-dp8-do-inst2", ranks=8, per_host=2, route=_NODE,
            distributed_optimizer=True, instances=2),
     Layout(name="node4-dp8-do-inst4-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,

@@ -311,7 +311,7 @@ def fragments(job: Job) -> None:
             learned = mine.flat
             if steps.step():
                 changed.append(number)
-                # lr is 1: each replica moves to the mean of the pushed values, and keeps later
+                # With lr 1, each replica moves to the mean of the pushed values, and keeps later
                 # updates.
                 assert not torch.equal(mine.flat, learned)
             assert not torch.equal(before, learned)

@@ -23,8 +23,7 @@ class Checks:
             options.group_size,
             timeout=options.timeout,
         )
-        # This wrapper compares a collective with the other members, then runs it over this rank
-        # alone.
+        # This wrapper compares a collective with the other members, then runs it over this rank.
         self._alone = self.around(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options.timeout))
 
     @staticmethod

@@ -35,8 +35,7 @@ class Event:
                 return
             thread = threading.Thread(target=self._ended.set_result, args=(None,))
             thread.start()
-            # The wait is ended by the callbacks of the result, which wait for nothing; deadline:
-            # none.
+            # The wait is ended by the result's callbacks, which wait for nothing; deadline: none.
             thread.join()
 
 

@@ -75,7 +75,7 @@ class Line:
             if thread is not None:
                 self._ended.put(None)
         if waits and thread is not None and thread is not threading.current_thread():
-            # The wait is ended by the end of its thread; deadline: that of collectives inside the
+            # The wait is ended by the thread's return; deadline: that of collectives inside the
             # host.
             thread.join()
 

@@ -167,7 +167,7 @@ def save(state: dict[str, Any], *, per_rank: bool) -> None:
         if push.place == 0 and push.owed.servers:
             servers = bytepslib.operations.read_feedback(push.name, push.numel)
         for box in of_push:
-            # These are copies, because training may change the losses while the checkpoint is
+            # The losses are copied, because training may change them while the checkpoint is
             # written.
             if per_rank or push.place == 0:
                 values, ranks = box.part_of(lost).clone(), push.owed.pushers if per_rank else 1

@@ -410,8 +410,7 @@ def _parts(
     return [part.tolist() for part in parts]
 
 
-# Copies of a parameter must be summed in the same way, so that servers update them to the same
-# bits.
+# Copies of a parameter must be summed alike, so that servers update them to the same bits.
 
 
 _logger = logging.getLogger(__name__)

@@ -111,8 +111,7 @@ def start_grad_sync(
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
     if op.kept is None:
         return _start_all(bucket, op, sharded=sharded, average=average)
-    # The values that stay bf16 are taken out first, so that they do not influence any block's
-    # scale.
+    # The values that stay bf16 are taken out first, so that they influence no block's scale.
     kept = op.kept.start(op, bucket.grad_data, average=average)
     return kept.after(_start_all(bucket, op, sharded=sharded, average=average))
 
