@@ -200,7 +200,7 @@ def check_form(upstream: Upstream) -> int:
     for number, patch in numbered.items():
         shown, header = upstream.shown(patch), _HEADER.match(patch.read_bytes())
         if not header:
-            raise PatchError(f"{shown} has another header than export writes")
+            raise PatchError(f"{shown} is not what export writes: its header differs")
         folded = header[1].decode(errors="replace").replace("\n ", " ")
         subject = str(make_header(decode_header(folded)))
         if complaint := about_subject(subject):
