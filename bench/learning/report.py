@@ -49,7 +49,7 @@ def kept(path: Path = KEPT) -> Results:
 
 
 def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
-    """Group results by wire and seed. Raises ValueError like `kept`."""
+    """Sort results by wire and seed; raises ValueError like `kept`."""
     found: Results = {}
     for run in runs:
         first = runs[0]

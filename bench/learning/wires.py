@@ -30,7 +30,7 @@ class Recipe:
     rotated: bool = False
     """Whether differences are multiplied by a Hadamard matrix before rounding, block by block."""
     is_product: bool = True
-    """Whether users can choose this recipe. If not, it is an experiment."""
+    """Whether users can choose it; otherwise it is an experiment."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -99,9 +99,7 @@ class Hosts:
             self._lost_down = torch.zeros(few, dtype=torch.bfloat16, device=device)
         if has_blocks:
             if few % BLOCK:
-                raise ValueError(
-                    f"{few} values sent in few bits are not a multiple of a block of {BLOCK}"
-                )
+                raise ValueError(f"{few} values that travel in few bits are no whole blocks")
             self._blocks = FORMS[recipe.up].empty(self.hosts * few, device)
             self._down = FORMS[recipe.down].empty(few, device)
             self._values = torch.empty(self.hosts, few, device=device)

@@ -260,9 +260,7 @@ class TwoLevels:
         self._nodes, self._layout = nodes, _layout()
         rank = dist.get_rank()
         if not self._layout.per_host:
-            raise ValueError(
-                "hosts have different numbers of ranks, so there is no reduction on two levels"
-            )
+            raise ValueError("hosts have different numbers of ranks: there are no two levels")
         self._node = nodes.groups.get(self._layout.on_host_of(rank), device)
         across = {self._layout.across(r) for r in range(dist.get_world_size())}
         made = {ranks: dist.new_group(ranks, backend=name) for ranks in sorted(across)}
