@@ -28,8 +28,11 @@ from byteps import c10d_plugin
 from byteps.torch import c_lib, fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
+
+from bench.kit import fp8
 
 ROUNDS = 5
 """Number of untimed calls before the timed calls."""
@@ -37,13 +40,14 @@ WAYS = ("ddp", "ddp-backend", "ddp-hook", "hsdp", "hsdp-backend")
 """Ways to train. Without a suffix, only gloo or NCCL reduces."""
 SHARDED = {
     "fsdp": ("none", "none"),
+    "fsdp-fp8": ("fp8", "none"),
     "fsdp-bf16": ("bf16", "none"),
     "fsdp-int8": ("int8", "none"),
     "fsdp-int8-gathers": ("int8", "int8"),
     "fsdp-int4-gathers": ("int4", "int8"),
 }
 """Ways with FSDP2 over all ranks: wire types of gradients and of parameters. "none": they stay with
-the collectives, in bf16."""
+the collectives, in bf16. "fp8": gradients go through an all-to-all of the collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,26 @@ class Experiment:
     device: str
     profile: str | None = None
     """File for torch.profiler's trace of one more step of the last way, written by rank 0."""
+
+
+class Fp8ReduceScatter(DefaultReduceScatter):
+    """A reduce-scatter in blocks of fp8: an all-to-all gives each rank the blocks of its shard, and
+    the rank averages them in fp32."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        assert op == dist.ReduceOp.AVG, "the benchmark's gradients are averaged"
+        ranks = group.size()
+        blocks = fp8.encode(input_tensor.float())
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=group)
+        output_tensor.copy_(fp8.decode(received).view(ranks, -1).mean(0).view_as(output_tensor))
 
 
 class Trained:
@@ -100,7 +124,11 @@ class Trained:
                 for layer in layers:
                     fully_shard(layer, mesh=mesh, mp_policy=policy)
                 fully_shard(self._model, mesh=mesh, mp_policy=policy)
-                if way in SHARDED and way != kind:
+                if way == "fsdp-fp8":
+                    for module in self._model.modules():
+                        if isinstance(module, FSDPModule):
+                            module.set_custom_reduce_scatter(Fp8ReduceScatter())
+                elif way in SHARDED and way != kind:
                     wire_dtype, gather_dtype = SHARDED[way]
                     fsdp.apply(self._model, wire_dtype=wire_dtype, gather_dtype=gather_dtype)
         self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)

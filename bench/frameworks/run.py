@@ -10,7 +10,7 @@ hook. At the end the parameters of equivalent ways are compared.
   bench/frameworks/run.py --device cuda --link 10gbit --width 4096 --layers 6
   bench/frameworks/run.py --device cuda --link none --workers 2 --servers 2 --ways hsdp,hsdp-backend
   bench/frameworks/run.py --colocate --link 200mbit \
-      --ways fsdp,fsdp-bf16,fsdp-int8,fsdp-int8-gathers    next to the links' own ratios
+      --ways fsdp,fsdp-fp8,fsdp-bf16,fsdp-int8,fsdp-int8-gathers    next to the links' own ratios
 
 Needs root. Exit status: 0 all thresholds are reached; 1 a threshold was missed, parameters differ,
 or a process failed; 2 bad usage.
@@ -33,7 +33,7 @@ from typing import Any
 
 from bench.frameworks.rank import SHARDED, WAYS, Experiment
 from bench.kit.emulation import LOOPBACK, Emulation, EmulationError, Host
-from bench.kit.plan import WIRE_BITS, Topology
+from bench.kit.plan import FP8_BITS, WIRE_BITS, Topology
 from bench.kit.processes import LaunchError, Placement, Processes, become_interruptible, run_job
 from bench.kit.record import metadata, parse_rate, topology_text
 from scripts.children import outnumbered
@@ -154,7 +154,8 @@ def links_ratio(way: str, device: str) -> float:
 
     NCCL's reduce-scatter sends each value once. gloo's is an all-reduce, and sends it twice.
     """
-    gradients, parameters = (WIRE_BITS.get(name, 16.0) for name in SHARDED[way])
+    bits = {**WIRE_BITS, "fp8": FP8_BITS}
+    gradients, parameters = (bits.get(name, 16.0) for name in SHARDED[way])
     native = 2 * 16 + (1 if device == "cuda" else 2) * 16
     return native / (2 * parameters + gradients)
 

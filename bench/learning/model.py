@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from byteps.torch.wire import BLOCK
 from torch import nn
 from torch.nn import functional
 
@@ -127,6 +128,29 @@ class FlatGPT:
                 values[begin:end] = fresh[names[id(parameter)]].detach().flatten()
                 begin = end
         return values
+
+    def shards(self, hosts: int) -> torch.Tensor:
+        """Return the indices of `held` in the order in which FSDP2 gathers them.
+
+        A layer's parameters are gathered together, and those outside of layers, too. Each host
+        sends its rows of each parameter, one after the other. Its last block is filled up with
+        padding of `held`.
+        """
+        model, indices = self.model, torch.arange(self.held.numel())
+        begins = {p.data_ptr(): (p.data_ptr() - self.held.data_ptr()) // 2 for p in self.parameters}
+        groups: list[list[torch.Tensor]] = [list(layer.parameters()) for layer in model.layers]
+        groups.append([model.embedding.weight, model.norm.weight])
+        parts = []
+        for group in groups:
+            for host in range(hosts):
+                own = [
+                    indices[begin : begin + p.numel()].chunk(hosts)[host]
+                    for p in group
+                    for begin in (begins[p.data_ptr()],)
+                ]
+                missing = -sum(map(len, own)) % BLOCK
+                parts += [*own, torch.full((missing,), self.held.numel() - 1)]
+        return torch.cat(parts).to(self.held.device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -86,7 +86,7 @@ def table(found: Results) -> list[str]:
         if wire not in found:
             continue
         runs = found[wire]
-        where = "servers" if recipe.servers else "hosts"
+        where = "servers" if recipe.servers else "shards" if recipe.gathers else "hosts"
         name = wire.removesuffix("-servers") + ("" if recipe.is_product else " (experiment)")
         losses = " ".join(f"{runs[seed]['held_out']:.4f}" for seed in sorted(runs))
         mean = statistics.fmean(run["held_out"] for run in runs.values())

@@ -98,7 +98,8 @@ class Trainer:
         self.corpus, self.size, self.schedule, self.how = corpus, size, schedule, how
         self.device, self.adamw = device, adamw or AdamW()
         self.flat = FlatGPT(size, device)
-        self.hosts = Hosts(self.flat.held, self.flat.few, size.hosts)
+        shards = self.flat.shards(size.hosts)
+        self.hosts = Hosts(self.flat.held, self.flat.few, size.hosts, shards)
         shape = (size.hosts, size.batch, size.sequence + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         numel = self.flat.held.numel()

@@ -24,9 +24,12 @@ class Recipe:
     up: str
     """Type of pushed values: bf16, int8, or int4 with error feedback."""
     down: str
-    """Type of sums or, with the optimizer on the servers, of differences of parameters."""
+    """Type of sums or, with the optimizer on the servers, of differences of parameters. "same":
+    the gradients' own."""
     servers: bool
     """Whether AdamW runs on the servers."""
+    gathers: str = ""
+    """Type in which FSDP2 gathers parameters; "": hosts hold all parameters."""
     rotated: bool = False
     """Whether differences are multiplied by a Hadamard matrix before rounding, block by block."""
     is_product: bool = True
@@ -39,6 +42,8 @@ RECIPES: dict[str, Recipe] = {
     "int4-int8-servers": Recipe(up="int4", down="int8", servers=True),
     "int8": Recipe(up="int8", down="int8", servers=False),
     "int4": Recipe(up="int4", down="int4", servers=False),
+    "fsdp-int8": Recipe(up="int8", down="same", servers=False, gathers="int8"),
+    "fsdp-int4": Recipe(up="int4", down="same", servers=False, gathers="int8"),
     "int4-int4-servers": Recipe(up="int4", down="int4", servers=True, is_product=False),
     "int4-rotated-servers": Recipe(
         up="int4", down="int4", servers=True, rotated=True, is_product=False
@@ -74,10 +79,12 @@ class Hosts:
     and small parameters).
     """
 
-    def __init__(self, held: torch.Tensor, few: int, hosts: int) -> None:
+    def __init__(
+        self, held: torch.Tensor, few: int, hosts: int, shards: torch.Tensor | None = None
+    ) -> None:
         """`held`: bf16 parameters, updated in place. `few`: number of values that travel in few
-        bits."""
-        self.held, self.few, self.hosts = held, few, hosts
+        bits. `shards`: indices of `held`, in the order in which FSDP2 gathers the values."""
+        self.held, self.few, self.hosts, self._shards = held, few, hosts, shards
         device, numel = held.device, held.numel()
         self.master, self.mean, self.square = (torch.zeros(numel, device=device) for _ in range(3))
         self.total = torch.zeros(numel, device=device)
@@ -93,11 +100,20 @@ class Hosts:
         self.square.zero_()
         has_blocks = recipe.up != "bf16"
         self._lost = self._lost_down = None
-        if has_blocks and FORMS[recipe.up].feedback:
+        if has_blocks and not recipe.gathers and FORMS[recipe.up].feedback:
             self._lost = torch.zeros(self.hosts * few, dtype=torch.bfloat16, device=device)
-        if has_blocks and not recipe.servers and FORMS[recipe.down].feedback:
+        sends_blocks_down = has_blocks and not recipe.servers and not recipe.gathers
+        if sends_blocks_down and FORMS[recipe.down].feedback:
             self._lost_down = torch.zeros(few, dtype=torch.bfloat16, device=device)
-        if has_blocks:
+        if recipe.gathers:
+            assert self._shards is not None
+            count = len(self._shards)
+            self._blocks = FORMS[recipe.up].empty(self.hosts * count, device)
+            self._down = FORMS[recipe.gathers].empty(count, device)
+            self._values = torch.empty(self.hosts, count, device=device)
+            if FORMS[recipe.up].feedback:
+                self._lost = torch.zeros(self.hosts * count, dtype=torch.bfloat16, device=device)
+        elif has_blocks:
             if few % BLOCK:
                 raise ValueError(f"{few} values that travel in few bits are no whole blocks")
             self._blocks = FORMS[recipe.up].empty(self.hosts * few, device)
@@ -125,7 +141,9 @@ class Hosts:
             numbers: result of `AdamW.numbers`, fp32, on the device.
         """
         total, kept_total = self.total[: self.few], self.total[self.few :]
-        if self.recipe.up == "bf16":
+        if self.recipe.gathers:
+            self._scatter(torch.cat([few, kept], 1))
+        elif self.recipe.up == "bf16":
             reduce = servers_mean if self.recipe.servers else ring_mean
             total.copy_(reduce(few))
             kept_total.copy_(reduce(kept))
@@ -133,7 +151,9 @@ class Hosts:
             self._mean_of_blocks(few, total)
             kept_total.copy_(servers_mean(kept))
         self._update(numbers)
-        if self.recipe.servers and self.recipe.up != "bf16":
+        if self.recipe.gathers:
+            self._gather()
+        elif self.recipe.servers and self.recipe.up != "bf16":
             self._send_differences()
         else:
             self.held.copy_(self.master)
@@ -150,6 +170,25 @@ class Hosts:
             down = FORMS[self.recipe.down]
             wire.encode(total, down, self._down, self._lost_down)
             wire.decode(self._down, down, total)
+
+    def _scatter(self, gradients: torch.Tensor) -> None:
+        """Average as byteps.torch.fsdp does: bf16 gradients travel in blocks, and the owner of a
+        shard pulls the average in bf16."""
+        form = FORMS[self.recipe.up]
+        wire.encode(gradients[:, self._shards].reshape(-1), form, self._blocks, self._lost)
+        wire.decode(self._blocks, form, self._values.view(-1))
+        total = self._values[0]
+        for values in self._values[1:]:
+            total.add_(values)
+        self.total[self._shards] = total.div_(self.hosts).to(torch.bfloat16).float()
+
+    def _gather(self) -> None:
+        """Round the parameters as byteps.torch.fsdp gathers them."""
+        form = FORMS[self.recipe.gathers]
+        values = self.master[self._shards].to(torch.bfloat16)
+        wire.encode(values, form, self._down)
+        wire.decode(self._down, form, values)
+        self.held[self._shards] = values
 
     def _update(self, numbers: torch.Tensor) -> None:
         """Compute the same as AdamWLoop of server/optimizer/update.cc."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from bench.kit import fp8
 from bench.kit.plan import SAME, WIRE_BITS, is_byteps
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -122,40 +123,6 @@ class Sockets:
         self._calls.sockets_close(ctypes.c_void_p(self._job))
 
 
-BLOCK = 128
-_LARGEST = 448.0
-"""Largest value of e4m3."""
-
-
-def encode(values: torch.Tensor) -> torch.Tensor:
-    """Encode fp32 values into blocks of 130 bytes; their number must be a multiple of 128.
-
-    Scales are powers of two, so scaling does not round.
-    """
-    blocks = values.view(-1, BLOCK)
-    largest = blocks.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
-    scale = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
-    numbers = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    # Integers, because torch does not compile views with another element size.
-    bits = scale.to(torch.bfloat16).view(torch.int16)
-    low, high = (bits & 255).to(torch.uint8), ((bits >> 8) & 255).to(torch.uint8)
-    return torch.cat([numbers, low, high], 1).view(-1)
-
-
-def decode(blocks: torch.Tensor) -> torch.Tensor:
-    """Decode blocks into fp32 values."""
-    rows = blocks.view(-1, BLOCK + 2)
-    numbers = rows[:, :BLOCK].contiguous().view(torch.float8_e4m3fn).float()
-    low, high = rows[:, BLOCK:].to(torch.int16).split(1, 1)
-    scale = (low | (high << 8)).view(torch.bfloat16).float()
-    return (numbers * scale).view(-1)
-
-
-def add(received: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return the blocks of the sum of `ranks` ranks' blocks."""
-    return encode(decode(received).view(ranks, -1).sum(0))
-
-
 class Fp8:
     """Sums in blocks of fp8, by collectives of torch.distributed: an alternative with equally few
     bytes.
@@ -171,7 +138,7 @@ class Fp8:
     def __init__(self, name: str) -> None:
         self._group = dist.new_group(backend=name)
         compile_: Callable[[Any], Any] = torch.compile if name == "nccl" else lambda f: f
-        self._encode, self._decode, self._add = map(compile_, (encode, decode, add))
+        self._encode, self._decode, self._add = map(compile_, (fp8.encode, fp8.decode, fp8.add))
 
     def form(self, wire: str) -> str:
         return "fp8"
@@ -179,7 +146,7 @@ class Fp8:
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         ranks, sent = dist.get_world_size(), []
         for tensor in tensors:
-            unit = ranks * BLOCK
+            unit = ranks * fp8.BLOCK
             padded = tensor
             if tensor.numel() % unit:
                 padded = torch.nn.functional.pad(tensor, (0, unit - tensor.numel() % unit))

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.kit.fp8 import add, decode, encode
 from bench.kit.pattern import PERIOD, Pattern
 from bench.kit.plan import DTYPE_BYTES, Case
-from bench.pushpull.backends import add, decode, encode
 from bench.pushpull.rank import Measured, measure
 from tests.few_bits import BLOCK, MOST, rounded
 
