@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cluster import Cluster, Nursery
+from tests import warm_python as warm
+from tests.multiproc.cluster import START_S, Cluster, Nursery, wait_for_file
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +20,18 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     made = Nursery(tmp_path_factory.mktemp("nursery"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> str:
+    """A python that need not import torch (warm_python.py); it ends with the nursery."""
+    folder = tmp_path_factory.mktemp("warm")
+    path, address = warm.install(folder)
+    server = nursery.start(
+        "warm python", "warm:serve_address", os.environ, folder, {"address": address}
+    )
+    wait_for_file(folder / "mark.listens.0", START_S, [server])
+    return str(path)
 
 
 @contextmanager

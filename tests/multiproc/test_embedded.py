@@ -43,9 +43,10 @@ TORCHRUN = ("--standalone",)
 class Started:
     """A job started with torchrun; all its processes have a mark in their environment."""
 
-    def __init__(self, folder: Path, nursery: Nursery) -> None:
+    def __init__(self, folder: Path, nursery: Nursery, python: str) -> None:
         self.mark = uuid.uuid4().hex
         self._nursery = nursery
+        self._python = python
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -58,8 +59,8 @@ class Started:
         env: Mapping[str, str] | None = None,
         forked: bool = True,
     ) -> Process:
-        """Start a rank, or the ranks of torchrun with these arguments. torchrun is ``forked``,
-        because its import of torch takes seconds, or a separate program."""
+        """Start a rank, or the ranks of torchrun with these arguments. All are ``forked``, because
+        the import of torch takes seconds, or programs from nothing."""
         words = [*torchrun, str(HERE / "programs/keep.py"), "embedded", mode]
         return self.start_words(words, bool(torchrun), env=env, forked=forked)
 
@@ -72,7 +73,8 @@ class Started:
         forked: bool = True,
     ) -> Process:
         """Start a program with its arguments, with torchrun or directly."""
-        full = self._environment(env or {})
+        python = self._python if forked else sys.executable
+        full = {"PYTHON_EXEC": python, **self._environment(env or {})}
         title = f"job {len(self._launchers)}"
         launcher: Process
         if torchrun and forked:
@@ -80,7 +82,7 @@ class Started:
             launcher = self._nursery.start(title, "keep:torchrun", full, self.folder, args)
         else:
             module = ("-m", "torch.distributed.run") if torchrun else ()
-            launcher = Spawned(title, [sys.executable, *module, *words], full, self.folder)
+            launcher = Spawned(title, [python, *module, *words], full, self.folder)
         self._launchers.append(launcher)
         return launcher
 
@@ -136,8 +138,8 @@ class Started:
 
 
 @pytest.fixture
-def job(run_dir: Path, nursery: Nursery) -> Iterator[Started]:
-    started = Started(run_dir / "job", nursery)
+def job(run_dir: Path, nursery: Nursery, warm_python: str) -> Iterator[Started]:
+    started = Started(run_dir / "job", nursery, warm_python)
     yield started
     started.close()
 
@@ -163,8 +165,9 @@ def test_torchrun_with_no_scheduler(job: Started) -> None:
 
 
 def test_without_shutdown(job: Started) -> None:
-    """A script that ends without shutdown."""
-    launcher = job.start("no-shutdown", *TORCHRUN, "--nproc-per-node", "2")
+    """A script that ends without shutdown, and an interpreter that ends as any does."""
+    env = {"PYTHON_EXEC": sys.executable}
+    launcher = job.start("no-shutdown", *TORCHRUN, "--nproc-per-node", "2", env=env)
     assert launcher.wait(RUN_S) == 0, launcher.text
     job.demand_nothing_left()
 
@@ -210,6 +213,7 @@ def test_two_hosts_on_one_machine(job: Started) -> None:
     for line, _ in lines:
         variables, _, words = line.partition(" torchrun ")
         env = dict(one.split("=") for one in f"{exported} {variables}".split())
+        env["PYTHON_EXEC"] = sys.executable  # BYTEPS_C10D acts at the import of torch
         words = [*words.split(), "--master-port", port, str(program)]
         launchers.append(job.start_words(words, env=env))
     for launcher in launchers:
@@ -396,16 +400,16 @@ sys.exit(leaving.status() if told else int(sys.argv[1]))
 """
 
 
-def start(folder: Path, what: str) -> subprocess.Popen[str]:
+def start(folder: Path, what: str, python: str) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "byteps.launcher.leaving", "--standalone"),
+            *(python, "-m", "byteps.launcher.leaving", "--standalone"),
             *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"),
             *(str(script), what, str(folder / "lives")),
         ],
-        env=clean_environment(folder),
+        env={**clean_environment(folder), "PYTHON_EXEC": python},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -422,9 +426,9 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
         ("3", 1, 4),
     ],
 )
-def test_status(run_dir: Path, what: str, status: int, lives: int) -> None:
+def test_status(run_dir: Path, warm_python: str, what: str, status: int, lives: int) -> None:
     """The status of a job of two ranks has two lines for each of its generations."""
-    process = start(run_dir, what)
+    process = start(run_dir, what, warm_python)
     written = run_dir / "lives"
     try:
         deadline = time.monotonic() + IMPORT_S

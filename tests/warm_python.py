@@ -1,0 +1,165 @@
+"""A python that is forked from a process which has imported torch, instead of importing it.
+
+That import is most of the CPU time of a small job. `install` writes an executable that torchrun
+starts in place of Python if ``PYTHON_EXEC`` names it. It hands its words, variables, folder, input
+and output to `serve`, which forks a process that runs them. It passes signals on, and ends as that
+process ends. If it is killed, that process is killed. The forked process keeps the variables of its
+parent in /proc, and its modules are loaded, so tests of either need a real Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from scripts.children import end_with_parent
+
+_CLIENT = """#!{python} -SE
+import json, os, signal, socket, sys
+
+peer = socket.socket(socket.AF_UNIX)
+peer.connect({address!r})
+words = {{"words": sys.argv[1:], "env": dict(os.environ), "folder": os.getcwd()}}
+socket.send_fds(peer, [b"."], [0, 1, 2])
+answers = peer.makefile("rw")
+answers.write(json.dumps(words) + "\\n")
+answers.flush()
+pid = int(answers.readline())
+
+
+def pass_on(number, frame):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, pass_on)
+status = int(answers.readline())
+if status < 0:
+    if -status not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+def install(folder: Path) -> tuple[Path, str]:
+    """Write the executable into an existing folder.
+
+    Returns:
+        Its path, and the address for `serve`.
+    """
+    address = f"\0warm-python-{os.getpid()}-{folder}"[:100]
+    path = folder / "python"
+    path.write_text(_CLIENT.format(python=sys.executable, address=address))
+    path.chmod(0o755)
+    return path, address
+
+
+def listen(address: str) -> socket.socket:
+    """Make the socket at which `serve` gets its requests."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    return listener
+
+
+def serve(listener: socket.socket) -> NoReturn:
+    """Fork a process for each request, until this process is killed."""
+    gc.freeze()  # objects of this process are no child's garbage
+    gc.enable()
+    asked: dict[int, tuple[socket.socket, int, int]] = {}
+    events = select.epoll()
+    events.register(listener, select.EPOLLIN)
+    me = os.getpid()
+    while True:
+        for descriptor, _ in events.poll():
+            if descriptor == listener.fileno():
+                peer, _ = listener.accept()
+                pid = os.fork()
+                if pid == 0:
+                    events.close()
+                    listener.close()
+                    _become(peer, me)
+                end = os.pidfd_open(pid)
+                asked[end] = asked[peer.fileno()] = (peer, pid, end)
+                events.register(peer, select.EPOLLRDHUP)
+                events.register(end, select.EPOLLIN)
+            elif descriptor in asked:
+                peer, pid, end = asked[descriptor]
+                if descriptor != end:  # The executable was killed.
+                    events.unregister(peer)
+                    os.kill(pid, signal.SIGKILL)
+                    continue
+                del asked[end], asked[peer.fileno()]
+                os.close(end)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with peer, suppress(OSError):
+                    peer.sendall(f"{status}\n".encode())
+
+
+def _become(peer: socket.socket, parent: int) -> NoReturn:
+    """Run what the executable was asked to run, in this forked process."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before the call.
+        os._exit(1)
+    os.setsid()
+    _, descriptors, _, _ = socket.recv_fds(peer, 1, 3)
+    with peer, peer.makefile("rw") as answers:
+        request = json.loads(answers.readline())
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        answers.write(f"{os.getpid()}\n")
+        answers.flush()
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["folder"])
+    sys.path[:0] = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr] # a real file
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 0
+    try:
+        _run(request["words"])
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    # The interpreter's own end would also take modules apart, for longer than most tests take.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+def _run(words: list[str]) -> None:
+    while words[0] in ("-u", "-W"):
+        words = words[2 if words[0] == "-W" else 1 :]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[:0] = [str(Path(words[0]).resolve().parent)]
+        runpy.run_path(words[0], run_name="__main__")
