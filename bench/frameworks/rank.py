@@ -226,7 +226,7 @@ def on_cpu(spec: dict[str, Any]) -> dict[str, list[float]]:
             call()
     done = bps.get_metrics()["byteps_worker_operations_total"]
     if done != len(forms) * ROUNDS:
-        raise SystemExit(f"{done:g} all-reduces went through the server, not all")
+        raise SystemExit(f"{done:g} of {len(forms) * ROUNDS} all-reduces went through the server")
     took: dict[str, list[float]] = {form: [] for form in forms}
     handles = itertools.count(1 << 40)
     with (
@@ -267,7 +267,7 @@ def on_gpu(spec: dict[str, Any], rank: int) -> dict[str, list[float]]:
     dist.barrier()
     done = bps.get_metrics()["byteps_worker_operations_total"]
     if done < started - 1:  # The last sum may be counted only after its values arrive.
-        raise SystemExit(f"{done:g} all-reduces went through the servers, not {started}")
+        raise SystemExit(f"{done:g} of {started} all-reduces went through the servers")
     return took
 
 

@@ -125,7 +125,7 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         }
         if options.link:
             ours["BYTEPS_LINK_GBPS"] = f"{options.link / 1e9:g}"
-        # Without links NVLink is faster than any servers, and bf16 is no shorter than NCCL's.
+        # Without emulated links NVLink beats servers, and bf16 is as short as NCCL's values.
         if not options.link or set(options.ways) & set(SHARDED):
             ours["BYTEPS_C10D_BACKEND"] = "flat"
         spec = {"experiment": asdict(experiment)}
@@ -148,9 +148,9 @@ def native(way: str) -> str:
 
 
 def links_ratio(way: str, device: str) -> float:
-    """Return the bytes that a step of plain FSDP2 in bf16 sends over each NIC, divided by those of
-    this way. A step gathers the parameters twice and reduce-scatters the gradients, here to servers
-    on the shards' hosts.
+    """Return the bytes that a step sends over each NIC with plain FSDP2 in bf16, divided by those
+    of this way. A step gathers the parameters twice, and reduce-scatters the gradients (in this way
+    to servers on the shards' hosts).
 
     NCCL's reduce-scatter sends each value once. gloo's is an all-reduce, and sends it twice.
     """

@@ -59,7 +59,7 @@ class Layer(nn.Module):
 
 
 def _turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply rotary positions."""
+    """Apply rotary position embeddings to `x`."""
     first, second = x.float().chunk(2, -1)
     cos, sin = turn
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -49,7 +49,7 @@ def kept(path: Path = KEPT) -> Results:
 
 
 def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
-    """Sort results by wire and seed; raises ValueError like `kept`."""
+    """Group results by wire and seed. Raises ValueError like `kept`."""
     found: Results = {}
     for run in runs:
         first = runs[0]

@@ -33,7 +33,7 @@ class Recipe:
     rotated: bool = False
     """Whether differences are multiplied by a Hadamard matrix before rounding, block by block."""
     is_product: bool = True
-    """Whether users can choose it; otherwise it is an experiment."""
+    """Whether users can choose this recipe. If not, it is an experiment."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -115,7 +115,7 @@ class Hosts:
                 self._lost = torch.zeros(self.hosts * count, dtype=torch.bfloat16, device=device)
         elif has_blocks:
             if few % BLOCK:
-                raise ValueError(f"{few} values that travel in few bits are no whole blocks")
+                raise ValueError(f"{few} values in few bits are no whole blocks of {BLOCK}")
             self._blocks = FORMS[recipe.up].empty(self.hosts * few, device)
             self._down = FORMS[recipe.down].empty(few, device)
             self._values = torch.empty(self.hosts, few, device=device)

@@ -227,7 +227,7 @@ class TwoLevels:
         self._nodes, self._layout = nodes, _layout()
         rank = dist.get_rank()
         if not self._layout.per_host:
-            raise ValueError("hosts have different numbers of ranks: there are no two levels")
+            raise ValueError("two levels need the same number of ranks on each host")
         self._node = nodes.groups.get(self._layout.on_host_of(rank), device)
         across = {self._layout.across(r) for r in range(dist.get_world_size())}
         made = {ranks: dist.new_group(ranks, backend=name) for ranks in sorted(across)}

@@ -115,7 +115,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Summing:
-    """A backend of a single rank, whose input is the sum already."""
+    """A backend of a single rank: its input already is the sum."""
 
     sums = True
 
