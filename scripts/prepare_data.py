@@ -204,8 +204,8 @@ def write_dataset(
 
 
 def _build(documents: Sequence[Sequence[int]], end: int, bin_file: Path, idx_file: Path) -> None:
-    # Imported here, because importing Megatron takes seconds, and an existing dataset does not need
-    # it.
+    # The import is here, because importing Megatron takes seconds, and an existing dataset does not
+    # need it.
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

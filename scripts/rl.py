@@ -206,7 +206,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Draw reward and KL as a PNG."""
-    # Imported here: matplotlib takes a second, and a failed run does not need it.
+    # The import is here, because matplotlib takes a second, and a failed run does not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -448,7 +448,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     for backend in backends:
         outcomes.append(train(options, backend=backend))
-        # Drawn at once, because the next run may fail.
+        # The curves are drawn at once, because the next run may fail.
         draw(outcomes, picture, f"{options.algorithm.upper()} of {taught} on sums")
         print(f"\n{table(outcomes)}\n", flush=True)
     print(f"{samples(outcomes[0])}\n")

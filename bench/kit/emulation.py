@@ -356,7 +356,7 @@ def together(plan: Plan) -> Iterator[None]:
         _tell(f"{sharing}, one after the other: {_PROGRAM} is not on PATH")
         yield
     else:
-        # Short, because a socket's path is limited.
+        # The path is short, because the length of a socket's path is limited.
         with tempfile.TemporaryDirectory(prefix="bps-mps-", dir="/tmp") as folder:
             yield from _served(Path(folder), sharing)
 

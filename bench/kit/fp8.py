@@ -18,7 +18,7 @@ def encode(values: torch.Tensor) -> torch.Tensor:
     largest = blocks.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
     scale = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
     numbers = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    # Integers, because torch does not compile views with another element size.
+    # The values are integers, because torch does not compile views with another element size.
     bits = scale.to(torch.bfloat16).view(torch.int16)
     low, high = (bits & 255).to(torch.uint8), ((bits >> 8) & 255).to(torch.uint8)
     return torch.cat([numbers, low, high], 1).view(-1)

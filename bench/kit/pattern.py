@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-# Period of the values by index. A prime, so that no partition or tensor is a multiple of it.
+# Period of the values by index. It is a prime, so that no partition or tensor is a multiple of it.
 PERIOD = 16381
 BLOCK = 128
 _MOST = {"int8": 127, "int4": 7, "fp8": 1}

@@ -69,7 +69,7 @@ def plain_environment() -> dict[str, str]:
     }
     if not kept.keys() & {"BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"}:
         kept["BYTEPS_SECRET"] = _SECRET
-    # One thread per process: on an emulated cluster many processes share few cores.
+    # Each process has one thread, because on an emulated cluster many processes share few cores.
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

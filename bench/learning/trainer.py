@@ -103,7 +103,7 @@ class Trainer:
         shape = (size.hosts, size.batch, size.sequence + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         numel = self.flat.held.numel()
-        # A row per host. The padding at the ends of rows stays 0.
+        # Each host has a row. The padding at the ends of rows stays 0.
         self._few, self._kept = (
             torch.zeros(size.hosts, count, dtype=torch.bfloat16, device=device)
             for count in (self.flat.few, numel - self.flat.few)

@@ -49,7 +49,7 @@ def build(folder: Path = _ROOT / "build" / "bench") -> Program:
     for path, flags in ((program.server, []), (program.library, ["-shared", "-fPIC"])):
         if path.exists() and path.stat().st_mtime >= _SOURCE.stat().st_mtime:
             continue
-        # Written under another name first: another benchmark may be running the old file.
+        # The file gets its name only when complete, since another benchmark may run the old file.
         part = path.with_name(f"{path.name}.{os.getpid()}")
         _compile([*common, *flags, str(_SOURCE), "-o", str(part)])
         part.replace(path)
@@ -106,7 +106,7 @@ class Sockets:
             for tensor in tensors
         )
         if self._pushed.nbytes < size:
-            # Filled, so that the kernel allocates every page.
+            # The buffer is filled, so that the kernel allocates every page.
             self._pushed = torch.ones(size, dtype=torch.uint8)
             self._pulled = torch.ones(size, dtype=torch.uint8)
         moved = self._calls.sockets_push_pull(

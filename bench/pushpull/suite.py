@@ -63,7 +63,7 @@ _RATIO = ("NCCL's time over BytePS's", "speed over NCCL's (min..max)")
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    # Imported here: matplotlib takes a second to import, and most runs draw nothing.
+    # The import is here, because matplotlib takes a second to import, and most runs draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -158,7 +158,7 @@ def described(experiments: Sequence[Parts]) -> str:
 def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
     """Draw the fraction of link bandwidth of each backend in each experiment."""
     backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
-    # Imported here, like in _figure.
+    # The import is here, like in _figure.
     from matplotlib.patches import Patch
 
     figure, axes = _figure("Push-pull of gradients: fraction of link bandwidth")

@@ -395,7 +395,7 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     found, whole = [], uninterrupted.losses
     failures = outcome.of("failure")
     count = len(outcome.of("incarnation"))
-    # A busy machine may delay all ranks beyond such a limit.
+    # On a busy machine, limits for steps may end more generations than planned.
     if count < case.incarnations or (count > case.incarnations and not case.limits):
         found.append(f"{count} generations instead of {case.incarnations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):
@@ -405,7 +405,7 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     if sorted(outcome.losses) != sorted(whole):
         found.append(f"steps {sorted(outcome.losses)} instead of {sorted(whole)}")
     for step, losses in outcome.losses.items():
-        # Losses of every generation, before and after the failure.
+        # The losses of every generation count, before and after the failure.
         if set(losses) != set(whole.get(step, [])):
             found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
     recovered = outcome.of("recovered")

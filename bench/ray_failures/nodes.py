@@ -125,7 +125,7 @@ def _processes(name: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-# Trains nothing: three steps with a sum each.
+# This script trains nothing: it makes three steps with a sum each.
 SCRIPT = """
 import json, os, sys
 import torch

@@ -77,7 +77,7 @@ def main() -> int:
         if options.markdown is not None:
             parser.error("--markdown writes the table of the CPU")
         refuse_missing_gpus(parser, options.device)
-        # The machines to lose have no GPUs.
+        # Machines that are to be lost have no GPUs.
         options.case = [name for name in options.case if not CASES[name].loses_node]
         if not options.case:
             parser.error("--device cuda leaves out the case that loses a machine: none is left")

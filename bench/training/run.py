@@ -120,10 +120,10 @@ def _ways() -> Iterator[Way]:
         yield _way(short, asked)
         for wire in ("bf16", "int8", "int4") if not name.endswith("bf16") else ():
             yield _way(f"{short}-wire-{wire}", (*asked, "--dpu-reduce-wire-dtype", wire))
-    # The sharded recipe with a single flag added.
+    # This is the sharded recipe with a single flag added.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
-    # The optimizer on the servers. The ranks of a host sum first if several share a host, or never.
+    # Servers keep the optimizer. If several ranks share a host, they sum first, or never do.
     # Servers copy their state.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
     for name, more in (
@@ -420,7 +420,7 @@ def complaint(done: Sequence[Trained], workers: int) -> str | None:
                 "with two workers they may not"
             )
         tolerance = max(WAYS[one.backend].loss_tolerance for one in (first, other))
-        # A direct comparison, because max() may skip NaN.
+        # Values are compared one by one, because max() may skip NaN.
         for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
             apart = abs(a - b) / abs(a)
             if not apart <= tolerance:

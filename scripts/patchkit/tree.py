@@ -46,7 +46,7 @@ def try_git(
     variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     variables |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
     variables |= {"GIT_TERMINAL_PROMPT": "0", "TZ": "UTC", "GIT_CONFIG_COUNT": "1"}
-    # Accept a tree that another user owns: in containers, root may have made it.
+    # git shall accept a tree that another user owns: in containers, root may have made it.
     variables |= {"GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
     for who in ("AUTHOR", "COMMITTER"):
         variables |= {f"GIT_{who}_NAME": AUTHOR[0], f"GIT_{who}_EMAIL": AUTHOR[1]}
@@ -306,7 +306,7 @@ def make_base(upstream: Upstream, tree: Path) -> None:
             git(new, "config", *setting.split())
         (new / ".git/info").mkdir(exist_ok=True)
         (new / ".git/info/exclude").write_text(EXCLUDED, encoding="utf-8")
-        # Keep all bytes unchanged, regardless of upstream's .gitattributes.
+        # git shall keep all bytes unchanged, regardless of upstream's .gitattributes.
         (new / ".git/info/attributes").write_text("* -text -ident -filter\n", encoding="utf-8")
         git(new, "add", "-A", "-f")
         commit(new, f"{upstream.label}\n\n{kind}:\n{upstream.pin}")

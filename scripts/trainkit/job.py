@@ -252,7 +252,7 @@ def draw(
     unit: str = "byte",
 ) -> None:
     """Draw the loss curves as a PNG; losses are per unit."""
-    # Imported here: matplotlib takes a second, and a failed run does not need it.
+    # The import is here, because matplotlib takes a second, and a failed run does not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

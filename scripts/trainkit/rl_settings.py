@@ -192,7 +192,7 @@ class Settings:
                 values |= {f"{ddp}.{name}": value for name, value in BYTEPS.items()}
                 if self.server_optimizer:
                     values[f"{ddp}.dpu_optimizer"] = True
-                    # The only format in which the servers' state is saved.
+                    # This is the only format in which the servers' state is saved.
                     values[f"{role}.megatron.dist_ckpt_optim_fully_reshardable"] = True
         return [f"{name}={_text(value)}" for name, value in values.items()]
 

@@ -74,7 +74,7 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
     tokenizer = _tokenizer()
-    # One thread: more threads gain nothing at this size, and wait for each other on a busy machine.
+    # More threads than one gain nothing at this size, and wait for each other on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -83,7 +83,7 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
         torch.set_num_threads(threads)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # Written last: it marks the folder as complete.
+    # This file is written last, because it marks the folder as complete.
     note.write_text(json.dumps(wanted), encoding="utf-8")
     return folder
 

@@ -441,7 +441,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    # Megatron warns if code under the GPU's generator uses the CPU's. Here they are the same.
+    # Megatron warns if code under the GPU's generator uses the CPU's. On a CPU they are the same.
     return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 

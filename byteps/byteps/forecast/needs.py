@@ -70,5 +70,5 @@ def _held(training: Training, row: Row, machines: Machines) -> float:
 
 
 def _whole(busy: float) -> int:
-    # A remainder of floating-point division is not another core.
+    # A rounding error of the division must not count as another core.
     return math.ceil(busy - 1e-6) + OTHER_CORES

@@ -111,7 +111,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for the ranks: they leave the cluster, which ends the children.
+                # Ctrl-C must not reach the child: the ranks get it, leave, and so end the child.
                 start_new_session=True,
                 preexec_fn=before,
             )

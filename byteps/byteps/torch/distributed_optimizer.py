@@ -53,7 +53,7 @@ def DistributedOptimizer(
     made = type(optimizer.__class__.__name__, (_Averaging, optimizer.__class__), {})
     optimizer.__class__ = made
     optimizer._averaged = averaged  # type: ignore[attr-defined]
-    # A hook, not a method of the class: a scheduler made earlier calls the old class's method.
+    # This is a hook, because a scheduler made earlier calls the old class's method.
     optimizer.register_step_pre_hook(_before_step)
     return optimizer
 

@@ -239,7 +239,7 @@ def join() -> View:
     """
     c_lib.say_ready()
     mine = session.replica()
-    # Before the scheduler's first report, `view` shows all replicas as present.
+    # Even if `view` shows this replica as present, that may be the default before the first report.
     return _await(lambda seen: seen.present[mine] and seen.ready_epochs[mine] > 0)
 
 

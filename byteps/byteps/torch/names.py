@@ -95,7 +95,7 @@ class Names:
         if not taken or not c_lib.is_initialized():
             return
         owners, lowest = _owners_in_job(), self._ranks.lowest()
-        # Sorted, so that every process releases them in the same order.
+        # The names are sorted, so that every process releases them in the same order.
         mine = sorted(name for name in taken if owners.get((lowest, name)) == self._number)
         release(mine, group=self._ranks)
 

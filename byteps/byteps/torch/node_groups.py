@@ -233,8 +233,8 @@ class NodeGroups:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
             if purpose:
-                # A separate store client: a thread that waits in the store blocks other threads of
-                # the same client, and this thread may wait for one of these on another rank.
+                # The clone has its own connection: a thread that waits in the store blocks other
+                # threads of the same client, and this thread may wait for one of these elsewhere.
                 store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
             self._made[key] = NodeGroup(_backend(ranks, device, store, purpose + role), len(ranks))
         return self._made[key]

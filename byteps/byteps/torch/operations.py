@@ -73,7 +73,7 @@ class RanksCache:
         if isinstance(group, tuple):
             self._keep(group, lambda: group, ranks)
         elif isinstance(group, torch.distributed.ProcessGroup):
-            # A weak reference: the program owns the group.
+            # The reference is weak, because the program owns the group.
             self._keep(group, weakref.ref(group), ranks)
         return ranks
 
@@ -256,7 +256,7 @@ def _start(
     if in_flight.registers_memory and device < 0:
         in_flight.will_be_sent(tensor)
         in_flight.will_be_sent(received)
-    # Positional arguments: nanobind takes longer to match names.
+    # The arguments are positional, because nanobind takes longer to match names.
     handle = known.tensor.push_pull(
         tensor.data_ptr(),
         received.data_ptr(),

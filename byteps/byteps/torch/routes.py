@@ -111,7 +111,7 @@ def measure(
     size = min(FIRST_BYTES, most)
     while True:
         members = len(what.hosts)
-        # A multiple of the number of members, so that each owns the same number of elements.
+        # The number is a multiple of the number of members, so that each owns as many elements.
         elements = -(-size // like.element_size() // members) * members
         scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
         for way in ways:

@@ -174,7 +174,7 @@ class ServerBucket:
         gradients = self._gradients()
         if self._check is not None:
             self._check.note(gradients)
-            # Servers send parameters into the memory that was pushed.
+            # The push is a copy, because servers send parameters into the memory that was pushed.
             gradients = gradients.clone()
         self._pushed = self._push(attempt, gradients)
 

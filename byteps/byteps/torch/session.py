@@ -426,7 +426,7 @@ def _reason_of(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, SystemExit):
-        # This is the interpreter's rule: it prints a text, which counts as a failure.
+        # The interpreter does the same: if the exit code is a text, it ends with status 1.
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         return _of_status(status)
     return traceback.format_exception_only(error)[-1].strip()[:_TEXT_CHARS]

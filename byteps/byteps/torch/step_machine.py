@@ -244,7 +244,7 @@ class StepMachine:
 
         Raises: as `update`.
         """
-        # Some modules may not have run in a forward pass, which would have waited.
+        # Some modules may not have run in a forward pass, and so have not waited.
         self._arrivals.wait_for_all()
         step = self.next_step(param_groups, scale)
         self._pushed, self._tried = step, self._speculation.tries
@@ -275,7 +275,7 @@ class StepMachine:
             self._let_arrive(start)
         else:
             self._all(start)
-            # Only after all buckets, so that a rank never has parameters of two steps.
+            # Parameters are taken after all buckets have theirs, so no rank has those of two steps.
             self._take()
         self._pushed = None
         self.steps += not skip

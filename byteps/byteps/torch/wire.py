@@ -335,7 +335,7 @@ class Feedback:
                     f"the feedback loaded for {name!r} has {loaded.numel()} values, but the tensor "
                     f"has {numel}"
                 )
-            # A copy, because losses change with each sum.
+            # The losses are copied, because they change with each sum.
             values = loaded.to(device=device, dtype=torch.bfloat16, copy=True)
             self._lost[name] = _Lost(values, self._drops)
         lost = self._lost.get(name)

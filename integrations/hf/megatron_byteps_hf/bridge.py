@@ -69,7 +69,7 @@ def auto_bridge() -> Any:
     Raises:
         ImportError: Megatron-Bridge, or a package that it needs, is not installed.
     """
-    # Imported first, so that Megatron finds Transformer Engine missing and takes its local layers.
+    # This comes first, so that Megatron finds no Transformer Engine, and takes its local layers.
     import megatron.core.extensions.transformer_engine as core
     import megatron.core.optimizer
     import megatron.training.models  # noqa: F401

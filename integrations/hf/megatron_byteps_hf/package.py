@@ -24,7 +24,7 @@ def gguf_file() -> Path:
     Raises:
         FileNotFoundError: the package is not installed, or has no such file.
     """
-    # Located without import: the package's import needs a program that runs the model.
+    # The package is only located, because its import needs a program that runs the model.
     spec = importlib.util.find_spec(PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.mode == "local":
         return run_local(settings)
-    # Imported here, so that bad flags are reported without waiting for Ray.
+    # The import is here, so that bad flags are reported without waiting for Ray.
     from .cluster import JobError, cluster
     from .job import Console, Job, Replicas
 

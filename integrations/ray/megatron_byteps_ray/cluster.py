@@ -327,7 +327,7 @@ class Pool:
         slot.gone = True
         ray.kill(slot.actor)
         self._slots.remove(slot)
-        # An actor that had worked was not lost because of its imports.
+        # If the actor was warm, its imports were not the cause, and the next begins at attempt 0.
         self._slots.append(self._new_slot(slot.bundle, 0 if slot.warm else slot.attempt + 1))
 
     def replace_byteps(self, index: int) -> None:

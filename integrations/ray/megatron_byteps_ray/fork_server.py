@@ -86,14 +86,14 @@ class _Child:
 
     def order(self, order: dict[str, Any]) -> None:
         data = json.dumps(order).encode() + b"\n"
-        # A broken pipe means that it has ended, which is noticed elsewhere.
+        # A broken pipe means that the child has ended, which is noticed elsewhere.
         with contextlib.suppress(BrokenPipeError):
             while data:
                 data = data[os.write(self._order_in, data) :]
 
     def signal(self, number: int) -> None:
-        # Signals the process group, so that data loaders and checkpoint writers of the rank end
-        # too. A new child has not created its group yet.
+        # The signal goes to the process group, so that the rank's data loaders and checkpoint
+        # writers end too. A new child has not created its group yet.
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -162,7 +162,7 @@ class _Client:
     def _pass_on(self, message: dict[str, Any]) -> None:
         if self._connection.fileno() < 0:
             return  # The actor is gone, while its child was still importing.
-        # Blocks if the actor does not read, but actors always do. Their end is noticed elsewhere.
+        # This blocks if the actor does not read, but actors do. Their end is noticed elsewhere.
         with contextlib.suppress(ConnectionError):
             self._connection.setblocking(True)
             self._connection.sendall(json.dumps(message).encode() + b"\n")

@@ -364,7 +364,7 @@ class Replicas:
             self.jobs = [self._job(number, known) for number in range(self._settings.replicas)]
             threads = []
             for number in range(len(self.jobs)):
-                # Daemons, so that the end of this thread ends the driver and its actors.
+                # The threads are daemons, so that this thread's end ends the driver and its actors.
                 name = f"replica {number}"
                 thread = threading.Thread(
                     target=self._drive, args=(number,), name=name, daemon=True

@@ -226,7 +226,7 @@ def profiled() -> Iterator[None]:
     if profile is None:
         yield
         return
-    # Set before BytePS starts, which reads these only once.
+    # The variables are set before BytePS starts, which reads them only once.
     os.environ.update(profile.of_byteps())
     profile.parts.mkdir(parents=True, exist_ok=True)
     recorder = _Recorder(profile, profile.parts / f"torch-rank{os.environ['RANK']}.json")
@@ -261,7 +261,7 @@ class _Recorder:
         if running is None:
             return
         running.stop()
-        # Renamed, so that readers see a complete file or none.
+        # The file is renamed when it is complete, so that readers never see a part of it.
         part = self._target.with_suffix(".part")
         running.export_chrome_trace(str(part))
         part.replace(self._target)

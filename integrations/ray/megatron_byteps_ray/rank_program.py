@@ -39,7 +39,7 @@ def run(order: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Line-buffered, so that the log of a killed rank has its last lines.
+    # Output is line-buffered, so that the log of a killed rank has its last lines.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()

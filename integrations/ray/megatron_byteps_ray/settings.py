@@ -153,7 +153,7 @@ def free_port() -> int:
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
     lowest, highest = (int(number) for number in given.split())
-    # Ray's workers use ports below 20000. Above the kernel's range if there are too few below it.
+    # Ray's workers use ports below 20000. If few are left there, a port above the range is used.
     ports = range(20_000, lowest) if lowest > 21_000 else range(highest + 1, 65_536)
     for _ in range(_PORT_TRIES if ports else 0):
         port = ports[secrets.randbelow(len(ports))]

@@ -56,7 +56,7 @@ def prepare() -> None:
     if _prepared:
         return
     _prepared = True
-    # Imported before torch.cuda's replacements are installed.
+    # The import must come before torch.cuda's replacements are installed.
     import verl.workers.rollout.vllm_rollout  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 

@@ -126,7 +126,7 @@ def pause_by_mode(pause: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: verl looks rollouts up by name, and importing vLLM takes seconds.
+    # The class is made on demand: verl looks rollouts up by name, and importing vLLM takes seconds.
     if name == "Adapter":
         globals()[name] = _make_adapter()
         return globals()[name]

@@ -240,7 +240,7 @@ def tell(
     )
     if text not in _told:
         _told.add(text)
-        # Not by a logger, which would drop this message at its default level.
+        # A logger would drop this message at its default level, so it is written directly.
         sys.stderr.write(logs.render(logging.INFO, text) + "\n")
 
 

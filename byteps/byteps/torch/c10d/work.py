@@ -341,7 +341,7 @@ class ServerWork(Work):
                 self.settle_alone()
             else:
                 self._line.settle(self)
-        # Another thread may have settled it, for another stream.
+        # Another thread may have settled the work, for another stream.
         if self._event is not None:
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
 
@@ -513,7 +513,7 @@ def await_all() -> None:
     if not _has_streamed:
         return
     while _landing:
-        # Polls, and does not wait in the driver: if NCCL waits for a lost peer, the GPU's work
+        # This polls, and does not wait in the driver: if NCCL waits for a lost peer, the GPU's work
         # never ends.
         while not _landing[0][0].query():
             c_lib.check()

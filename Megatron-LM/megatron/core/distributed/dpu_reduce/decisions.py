@@ -236,7 +236,7 @@ def tell(
         if not elements:
             continue
         hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
-        # Every rank is in one such group, and hosts are assumed to be alike.
+        # Every rank is in one such group, and all hosts are assumed to have as many ranks.
         count = everybody[hosts[0]] / bytepslib.routes.per_host(hosts)[hosts[0]]
         left = sum(
             parameter.numel()
@@ -247,7 +247,7 @@ def tell(
         found.append(
             bytepslib.forecast.Kind(name=name, groups={hosts: count}, elements=elements, left=left)
         )
-        # Nearly all elements have the same type; otherwise the larger type decides.
+        # Nearly all elements have the same type. If not, the larger type decides.
         gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
         bf16 = bf16 and not any(b.param_dtype in (torch.float16, torch.float32) for b in buffers)

@@ -102,7 +102,7 @@ def hook(
         own = list(module.parameters(recurse=False))
         if needed := list(dict.fromkeys(bucket_of[p] for p in own if p in bucket_of)):
             module.register_forward_pre_hook(_waits_for(needed, machine))
-            # A hook on every module, because Megatron asks each module separately for its state.
+            # Every module has the hook, because Megatron asks each module separately for its state.
             module.register_state_dict_pre_hook(lambda *_: machine.wait_for_parameters())
 
 

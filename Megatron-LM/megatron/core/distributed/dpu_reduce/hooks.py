@@ -133,7 +133,7 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
     if ddp.ddp_config.dpu_optimizer:
         server_buckets.forget_pushes(ddp)
     elif ddp.ddp_config.dpu_reduce_wire_dtype in FEW_BITS:
-        # Imported here because megatron.core imports this package.
+        # The import is here, because megatron.core imports this package.
         from ...rerun_state_machine import RerunState, get_rerun_state_machine
 
         if get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:

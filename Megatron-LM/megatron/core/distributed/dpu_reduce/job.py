@@ -75,7 +75,7 @@ def initialize(quorum: str | None = None) -> None:
         places = tuple(rank // size for rank in range(size * count))
         _job = met if count == 1 else replace(met, hosts=places, measures=False)
         _count, _each_step = count, True
-        # Always the same object, so that the engine's cache of groups finds it.
+        # This is always the same object, so that the engine's cache of groups finds it.
         _peers = tuple(range(bytepslib.session.rank() % size, size * count, size))
 
 

@@ -288,7 +288,7 @@ def _path(folder: str | None, iteration: int) -> str:
     return os.path.join(folder or "", "dpu_outer", f"iter_{iteration:07d}", f"rank_{rank:05d}.pt")
 
 
-# Skipping of steps by a slow replica, so that others do not wait for it.
+# Steps that a slow replica skips, so that others do not wait for it.
 
 
 _TRY_AFTER = 8

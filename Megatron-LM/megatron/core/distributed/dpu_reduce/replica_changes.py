@@ -58,7 +58,7 @@ class _Notice:
         threading.Thread(target=self._watch, name="leaving", daemon=True).start()
 
     def _on(self, number: int, frame: FrameType | None) -> None:
-        # A process forked from a rank ends by the signal, as usual.
+        # A process forked from a rank ends by the signal, as without this handler.
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -308,7 +308,7 @@ def _admit(
         state = replica_state.State(args, model, optimizer, scheduler)
         state.give(job.peers()[choice.joiner], f"join/{choice.ready_epoch}", iteration, operations)
     _compare(model)
-    # Clears the replicas that were missing in these sums, since the sums belong to no step.
+    # Replicas that were missing in these sums are cleared, since the sums belong to no step.
     bytepslib.members.take_missing()
     if rank == 0:
         what = "has joined" if view is not None else "was lost before it had joined"

@@ -88,7 +88,7 @@ def save_once(
             saver = -1  # The saving replica was lost: the next one saves.
     if getattr(args, "async_save", False):
         _begun = _Begun(saver=saver, iteration=iteration, folder=args.save)
-    # Clears the replicas that were missing in these sums, since the sums belong to no step.
+    # Replicas that were missing in these sums are cleared, since the sums belong to no step.
     bytepslib.members.take_missing()
 
 

@@ -143,7 +143,7 @@ def make_server_optimizer(
         config = whole_gathers(config)
         ranks = RanksPart(config, model_chunks, config_overrides, pg_collection)
         parts = [Part(chunk, matrices=False) for chunk in model_chunks]
-    # Every rank needs the same groups in the same order.
+    # Every rank must have the same groups in the same order.
     param_groups = _get_param_groups(parts, config, config_overrides)
     groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
         pg_collection, model_chunks, False

@@ -445,13 +445,13 @@ class ServerOptimizer(MegatronOptimizer):
         else:
             self._machine.demand_no_failure()
             self._machine.wait_for_parameters()
-            # Code that saves without Megatron's arguments takes this object for a plain optimizer.
+            # Code that saves without Megatron's arguments treats this like a plain optimizer.
             if metadata is not None:
                 server_checkpoint.put_metadata(metadata)
         if not self._loaded and not is_loading:
             self._load_parameters()
-            # Ranks read next, but only the first rank of each group has loaded. Ranks without
-            # buckets do not take part.
+            # Ranks read next, but only the first rank of each group has loaded, so the others wait
+            # for it. Ranks without buckets do not take part.
             ddp = self.model_chunks[0]
             for buckets, group in (
                 (self._dense, ddp.dp_cp_group),

@@ -154,7 +154,7 @@ def apart(
         names: names of all parameters of the model.
         config: config of the model.
     """
-    # Imported here because the optimizers import this package.
+    # The import is here, because the optimizers import this package.
     from .server_buckets import GRAD_NORM_GROUP_ATTR
 
     later = SummedLater(config, ddp.tp_group, ddp.pp_group)

@@ -42,7 +42,7 @@ class _PushPull:
 
     def __init__(self, handle: Any, tensor: torch.Tensor) -> None:
         self._handle = handle
-        # Keeps the tensor alive while BytePS writes to it.
+        # This reference keeps the tensor alive while BytePS writes to it.
         self._tensor = tensor
 
     def wait(self) -> None:
@@ -123,7 +123,7 @@ def _start_all(
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
     # All buckets have the same priority, since the optimizer needs every bucket. If a newer bucket
-    # overtook an older one while ranks are not in step, both would wait for the slowest rank.
+    # overtook an older one while ranks are at different buckets, both would wait for the last rank.
     handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
