@@ -77,7 +77,7 @@ BYTEPS_INLINE inline void GetBlock(const uint8_t* block, bool add, float* values
 template <typename Form>
 constexpr size_t kSize = Form::kBytes + sizeof(uint16_t);
 
-// Returns the scale for a block's largest magnitude, given as a word.
+// Returns the scale for a block whose largest magnitude has the bits `largest`.
 template <typename Form>
 BYTEPS_INLINE inline uint16_t ScaleFor(uint32_t largest) {
   if (largest >= kInfinity) return kNaN;

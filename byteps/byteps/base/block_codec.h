@@ -43,8 +43,7 @@ struct Chance {
   uint64_t block = 0;  // index of the first block within its tensor
 };
 
-// Returns the seed for a round of tensor `name`. `rank`: the pushing worker; -1: the server's
-// answer.
+// Returns the seed for a round of tensor `name`. `rank`: the worker's; -1: the server's answer.
 uint64_t ChanceSeed(const std::string& name, uint32_t round, int32_t rank);
 
 // Returns the number of blocks for this many values. The last block is padded with zeros.
@@ -60,7 +59,7 @@ void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_
 // Writes `count` values, decoded from blocks of type `t` and rounded to type `to`.
 void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t count);
 
-// Sum of several tensors in a single pass, in fp32, in the given order.
+// Adds several tensors in one pass, in fp32, in the given order.
 struct BlockSum {
   DType type;
   const void* const* in;  // `inputs` tensors of `blocks` blocks each
@@ -77,8 +76,9 @@ void AddBlocks(const BlockSum& sum, float divisor = 1);
 void EndBlocks(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
                const Chance* chance = nullptr);
 
-// Writes blocks = wanted - held, rounded. `held`: `count` values of type `t`, which workers hold.
-// `moved`, if not null, gets what AddDifferences would return, and may be `held`.
+// Writes blocks = wanted - held, rounded. `held`: `count` values of type `t`, as workers have them.
+// If `moved` is not null, it gets the workers' next values, as AddDifferences would compute them;
+// `moved` may be `held`.
 void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
                        void* moved);
 // out = held + differences in the blocks, rounded to type `t`. A zero difference keeps the bits.

@@ -70,8 +70,8 @@ class Config {
   // overrides the environment; its settings are validated too, and count as set.
   static Config FromEnvironment(const GivenSettings& given = {});
 
-  // Return the value of a variable. Throw std::logic_error if `name` is no variable of the table
-  // with this type.
+  // Return the value of a variable. Throw std::logic_error if the table has no such variable of
+  // this type.
   long Int(const std::string& name) const;
   double Float(const std::string& name) const;
   bool Bool(const std::string& name) const;
@@ -108,12 +108,12 @@ struct LocalPlace {
   int size = 1;
 
   // Reads BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE or, if they are not set, LOCAL_RANK and
-  // LOCAL_WORLD_SIZE. (The first two exist because some launchers set the others so that every
-  // worker seems to be alone on its host.)
+  // LOCAL_WORLD_SIZE. (Some launchers set LOCAL_RANK and LOCAL_WORLD_SIZE as if every worker were
+  // alone on its host; the BYTEPS variables override them.)
   static LocalPlace From(const Config& config);
 };
 
-// This process's place among all workers.
+// Rank of this process, and number of workers.
 struct Launch {
   int rank = 0;
   int size = 1;

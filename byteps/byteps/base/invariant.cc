@@ -13,7 +13,7 @@ constexpr uint64_t kLogged = 16;
 
 std::atomic<uint64_t> count{0};
 Mutex mu;
-// Never destroyed: threads may write it while the process ends.
+// The string is never destroyed, because threads may write it while the process ends.
 auto* const last PS_PT_GUARDED_BY(mu) = new std::string();
 
 }  // namespace

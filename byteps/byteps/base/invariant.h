@@ -34,8 +34,8 @@ inline char* NewBytes(size_t bytes) {
 
 // Base of all exceptions of this project: an operation, or the whole job, failed.
 //
-// The text is for the user: it names the attempt, the peer and the limit, as far as known. `file`
-// and `line` locate the throw, for the log.
+// The text is for the user: it names what was tried, with which peer, and the limit that was
+// exceeded, as far as known. `file` and `line` locate the throw, for the log.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& what, const char* file = __builtin_FILE(),

@@ -101,7 +101,7 @@ bool Says(const char* variable, const char* value) {
   return text != nullptr && strcmp(text, value) == 0;
 }
 
-// Never destroyed: threads may write while the process ends.
+// The log is never destroyed, because threads may write while the process ends.
 struct Log {
   Log();
 
@@ -260,7 +260,7 @@ constexpr int kLookMs = 100;
 
 bool HasRoom(int fd, int timeout_ms) {
   pollfd item{fd, POLLOUT, 0};
-  // Ended by room; deadline: kLookMs.
+  // The wait is ended by room in the descriptor's buffer; deadline: kLookMs.
   return poll(&item, 1, timeout_ms) > 0;
 }
 
@@ -360,8 +360,8 @@ void LogOutput::Drain() {
       text.erase(0, done);
       const int fd = kind_ == Kind::kReopened ? reopened_ : fd_;
       lock.Unlock();
-      // Pauses: a descriptor may report room although there is too little.
-      // Ended by the time; deadline: a millisecond.
+      // Pauses: a descriptor may report room although there is too little. The wait is ended by the
+      // time; deadline: a millisecond.
       if (HasRoom(fd, kLookMs)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       lock.Lock();
     }
@@ -379,7 +379,7 @@ void LogOutput::Drain() {
 
 void LogOutput::Flush(double seconds) {
   MutexLock lock(&mu_);
-  // Ended by an empty queue; deadline: the caller's.
+  // The wait is ended by an empty queue; deadline: the caller's.
   empty_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
                  [this]() PS_REQUIRES(mu_) { return !draining_; });
 }

@@ -81,10 +81,10 @@ LoggedProblem LastLoggedProblem();
 // Writes to a descriptor without waiting for its reader: a stopped terminal or a hung log collector
 // must not stop the threads that move gradients.
 //
-// Write passes on what the reader takes at once. The rest, up to `limit` bytes, is buffered for a
-// thread that exists only while bytes are buffered. When the buffer is full, whole texts are
-// dropped and counted. A LogOutput is never destroyed, since its thread may run until the process
-// ends.
+// Write passes on the bytes that the descriptor takes at once. The rest, up to `limit` bytes, is
+// buffered for a thread that exists only while bytes are buffered. When the buffer is full, whole
+// texts are dropped and counted. A LogOutput is never destroyed, since its thread may run until the
+// process ends.
 class LogOutput {
  public:
   // The caller owns `fd`, which may later refer to another file. When there is room again after
@@ -105,12 +105,12 @@ class LogOutput {
   void AfterFork(bool in_child);
 
  private:
-  // Kind of the file, which determines how the kernel is kept from blocking the writer.
+  // Kind of the file. Each kind needs another method to keep the kernel from blocking the writer.
   enum class Kind { kFile, kReopened, kSocket, kOther };
 
   void Look() PS_REQUIRES(mu_);
-  // Returns the number of bytes that the reader has taken. Returns `bytes` if no reader will ever
-  // take them.
+  // Writes without blocking. Returns the number of bytes that the descriptor has taken; if its
+  // reader is gone for good, returns `bytes`, as if they were written.
   size_t Try(const char* data, size_t bytes) PS_REQUIRES(mu_);
   void Drain();
 

@@ -23,7 +23,7 @@ class MemoryReserve {
  public:
   // Runs `work`. If `work` throws, frees the reserve and calls `failed` with the exception. If
   // `failed` lacks memory too, calls it again until kPatience has passed. Returns false if `failed`
-  // never succeeded; threads that wait for the work then notice by their own deadlines.
+  // never succeeded; threads that wait for the work then fail at their own deadlines.
   //
   // (Clang cannot see which locks `work` and `failed` require.)
   template <typename Work, typename Failed>
@@ -39,7 +39,7 @@ class MemoryReserve {
     GiveUp();
     bool is_told = Tell(thrown, failed);
     while (!is_told && std::chrono::steady_clock::now() < deadline) {
-      // Ended by memory; deadline: kPatience.
+      // The pause is ended by memory that became free; deadline: kPatience.
       std::this_thread::sleep_for(kPause);
       is_told = Tell(thrown, failed);
     }

@@ -44,7 +44,8 @@ void InChild() {
     }
   }
   count = 0;
-  // Not unlocked: the C library considers the child's thread another one.
+  // The lock is made anew, because to the C library the child's thread is not the one that locked
+  // it.
   pthread_rwlock_init(&forks, nullptr);
 }
 

@@ -41,8 +41,8 @@ namespace ps {
 // locks.
 bool IsForkedCopy();
 
-// Blocks fork() in all threads, while it exists. Hold one while a descriptor is created or closed,
-// and do not allocate while you do: a waiting fork() may hold the allocator's locks.
+// Blocks fork() in all threads, as long as this object exists. Hold one while you create or close a
+// descriptor. Do not allocate memory meanwhile: a waiting fork() may hold the allocator's locks.
 class HoldForks {
  public:
   HoldForks();
@@ -57,8 +57,8 @@ void CloseInChild(int fd);
 // Undoes CloseInChild. Call under the HoldForks under which `fd` is closed.
 void KeepInChild(int fd);
 
-// While it exists, forked children close the descriptor of a library. Destroy this object before
-// the library closes the descriptor.
+// Makes forked children close a library's descriptor, as long as this object exists. Destroy this
+// object before the library closes the descriptor.
 class ClosedInChild {
  public:
   explicit ClosedInChild(int fd) : fd_(fd) {

@@ -343,7 +343,8 @@ bool ReadRule(WireReader* in, Declaration* d) {
   auto rule = std::make_shared<UpdateRule>();
   if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
   d->rule = std::move(rule);
-  // An update's answer needs no feedback: differences to what was sent before include the error.
+  // Differences are relative to the values that were sent last, so each difference includes the
+  // rounding error of the one before, and an updated tensor needs no feedback.
   return IsUpdated(d->dtype) && !d->feedback;
 }
 

@@ -37,14 +37,14 @@ struct UpdateRule {
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
-    // Whether the gradients of these elements count in GradientSums. If several tensors hold copies
+    // Whether GradientSums include the gradients of these elements. If several tensors hold copies
     // of a parameter, only one copy is counted.
     bool counted = true;
     bool operator==(const Segment&) const = default;
   };
 
   Algorithm algorithm = kAdamW;
-  // Steps may be speculative (PUSH_TRY): the server keeps the gradients until it gets the verdict.
+  // Steps may be speculative (PUSH_TRY): the server keeps the gradients until a step is decided.
   bool speculative = false;
   // Whether GradientSums count the gradients that are zero.
   bool counts_zeros = false;
@@ -54,11 +54,11 @@ struct UpdateRule {
   // Segments in ascending order. Their ends are in values; the last one is the tensor's end.
   std::vector<Segment> segments;
 
-  // Returns the number of fp32 values kept per parameter: the parameter, and its moments or
-  // momentum.
+  // Returns the number of fp32 values that a server keeps for each parameter: the parameter itself,
+  // and its moments or momentum.
   uint32_t NumSlots() const;
-  // Returns "AdamW of 2 groups, 12 bytes of state a parameter", and for a speculative rule also ",
-  // and its gradient until a step is kept".
+  // Returns a text such as "AdamW of 2 groups, 12 bytes of state a parameter". A speculative rule
+  // adds ", and its gradient until a step is kept".
   std::string Describe() const;
   std::string Pack() const;
   // Returns false if `text` is not a rule for a tensor with this many values.
@@ -73,7 +73,7 @@ struct GradientSums {
 };
 static_assert(sizeof(GradientSums) == 16);
 
-// A member's verdict on its last speculative step. The numbers are part of the protocol.
+// Whether a member keeps its last speculative step. The numbers are part of the protocol.
 enum class Verdict : uint8_t {
   kNone = 0,  // there was no speculative step, or the member has already given its verdict
   kKeep = 1,  // the step is kept
@@ -200,8 +200,8 @@ constexpr uint64_t kOnOneServer = 1ull << 63;
 // Limits of waiting for the members of slow replicas (docs/design/replicas.md).
 struct Patience {
   uint32_t replica_ranks = 0;  // workers per replica; 0: there is a single replica, and no limit
-  // Once `quorum` replicas have pushed, the others have `grace_ms` milliseconds left. quorum 0:
-  // they have as long as an all-reduce may take.
+  // Once `quorum` replicas have pushed, the other replicas have `grace_ms` milliseconds left to
+  // push. With quorum 0 they have as long as an all-reduce may take.
   uint32_t quorum = 0;
   uint32_t grace_ms = 0;
 
@@ -219,14 +219,14 @@ struct Declaration {
   // Servers add pushes in the order of ranks instead of arrival, so a repeated sum has the same
   // bits. BYTEPS_DETERMINISTIC=1 on a server does the same for all tensors.
   bool in_order = false;
-  // For blocks (base/block_codec.h): servers keep a sum's rounding errors for the next one.
+  // With blocks (base/block_codec.h): servers add a sum's rounding errors to the next sum.
   bool feedback = false;
-  // For blocks: workers and servers round stochastically (BYTEPS_STOCHASTIC_ROUNDING).
+  // With blocks: workers and servers round stochastically (BYTEPS_STOCHASTIC_ROUNDING).
   bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
-  // With kRaw, partition p is on server (placement + p) mod servers. With kOnOneServer, and any
-  // hash, each partition is on server placement mod servers.
+  // With kRaw, partition p is on server (placement + p) mod servers. If `placement` includes
+  // kOnOneServer, every partition is on server placement mod servers, whatever the hash.
   uint64_t placement = 0;
   KeyHash hash = KeyHash::kRaw;  // maps partitions to servers
   Patience patience;             // the same for all tensors of a job
@@ -239,8 +239,8 @@ struct Declaration {
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Returns the bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
-  // Limit of rounds that a worker may have pushed and not completed: as many as hold 1 GiB, but 16
-  // to 1,024.
+  // Limit of rounds that a worker may have pushed and not completed: as many as hold 1 GiB (16 to
+  // 1,024).
   uint32_t MostRoundsOpen() const;
   // Returns the values in partition `index`.
   uint64_t PartitionValues(uint64_t index) const { return ValuesIn(dtype, PartitionSize(index)); }
@@ -265,9 +265,9 @@ struct PushHeader {
   uint32_t oldest = 0;
   // kForgetLost and kKeepsSums, equal on all members.
   uint32_t flags = 0;
-  // With kKeepsSums: the worker has this server's answers to all its requests before this number.
+  // With kKeepsSums: the worker has this server's answers to all requests with a lower number.
   uint64_t confirmed = 0;
-  // Do not add earlier rounding errors to this partition's sum.
+  // The server does not add earlier rounding errors to this partition's sum.
   static constexpr uint32_t kForgetLost = 1;
   // The worker keeps the sum until all members have it.
   static constexpr uint32_t kKeepsSums = 2;
@@ -341,8 +341,8 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 
 // Returns the partition size for a tensor of `bytes` bytes.
 //
-// All workers push a partition at the same time, so a server has the sum only when it has received
-// all pushes; the links back idle until then. To keep that time short, each server gets
+// All workers push a partition at the same time, and a server has the sum only when it has received
+// all pushes. Until then it sends nothing. To keep that time short, each server gets
 // kPartitionsPerServer partitions of a tensor, if they stay within the limits `smallest` and
 // `largest`, and at most kMaxPartitions in total if `largest` allows. Limits and result are whole
 // pages. Partitions of blocks are multiples of kBlocksOfPartition blocks, which are whole pages of

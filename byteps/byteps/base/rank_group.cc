@@ -7,7 +7,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Hashes whole words, since groups are long.
+// Returns a hash of the ranks, in whole words because groups are long.
 uint64_t HashOf(const RankGroup::Ranks& ranks) {
   uint64_t hash = ranks.size();
   for (const uint32_t rank : ranks) hash = (hash ^ rank) * 0x9e3779b97f4a7c15ull;

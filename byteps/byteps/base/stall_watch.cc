@@ -52,7 +52,7 @@ void StallWatch::Begin(Duration heartbeat, Time now) {
   MutexLock lock(&mu_);
   if (feeders_++ > 0) return;
   heartbeat_ = heartbeat;
-  // A busy machine wakes threads late too.
+  // A busy machine wakes threads late, even if the process was not stopped.
   tolerance_ = 2 * TickTime(heartbeat);
   last_tick_ = now;
   bounds_.until = now + tolerance_;

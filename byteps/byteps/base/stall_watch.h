@@ -35,8 +35,7 @@ class StallWatch {
   // Returns the last stall, or a longer stall that ended just before it. Its length is zero if
   // there was no stall.
   Stall LastStall(Time now);
-  // Returns the length of the last stall if that stall ended at most `last` before `now`; otherwise
-  // zero.
+  // Returns the length of the last stall if it ended at most `last` before `now`; otherwise zero.
   Duration StoodStill(Duration last, Time now);
 
   // Reports the wake-ups of a thread to this process's watch, while it exists.
@@ -49,9 +48,10 @@ class StallWatch {
 
     // Call when the thread wakes up.
     void Tick();
-    // Until the next Tick, the thread waits for something other than time.
+    // Call when the thread begins to wait for an event instead of a time. Until the next Tick, a
+    // late wake-up is then no sign of a pause.
     void Rest();
-    // Returns the time until which the thread may sleep, if it wants to sleep until `wake`.
+    // Returns the time at which the thread must wake up, if it has nothing to do before `wake`.
     Time SleepUntil(AwakeClock::time_point wake) const;
 
    private:

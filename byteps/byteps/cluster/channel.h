@@ -31,9 +31,9 @@ struct MessageHead {
   int op = 0;  // an Op
   bool is_request = true;
   bool failed = false;  // for an answer: the request failed, and the body says why
-  // Both ends are servers (BYTEPS_BACKUP_STATE), each of which sends requests and answers.
+  // Both ends are servers (BYTEPS_BACKUP_STATE): each of them sends requests and answers.
   bool between_servers = false;
-  // Rank of the other end, which is a server on workers and between servers, otherwise a worker.
+  // Rank of the other end: a server's on workers and between servers, otherwise a worker's.
   int peer = -1;
   uint64_t key = 0;
   uint64_t number = 0;  // the worker's number of the request, also in the answer
@@ -96,7 +96,7 @@ class ChannelUser {
   // Handles an event of the job.
   virtual void OnEvent(const ps::MembershipEvent& event) = 0;
 
-  // Returns this process's report for the scheduler, a packed StatusRecord. Called for each
+  // Returns this process's report for the scheduler, a packed StatusRecord. Called at each
   // heartbeat.
   virtual std::string Report() { return ""; }
 };
@@ -109,7 +109,7 @@ class Channel {
   // `user` must outlive the channel. Throws Error on failure, and then leaves nothing started.
   virtual void Start(ChannelUser* user) = 0;
 
-  // Leaves the job, as a worker that sends nothing more. `farewell` says why. See
+  // Leaves the job, as a worker that will send nothing more. `farewell` gives the reason; see
   // ps::NodeMembership::Leave.
   virtual void Leave(const ps::Farewell& farewell) = 0;
 
@@ -148,19 +148,19 @@ class Channel {
   virtual void SayReady() {}
   virtual void AskToAdmit(int /*replica*/, int /*ready_epoch*/) {}
 
-  // On a server: reports the worker of `rank`, for which other workers wait in round `round` of the
-  // tensor `name`. SayLate asks the scheduler to remove this worker's replica, since the worker
-  // "had not pushed ..." (`why`).
+  // Called on a server. SayAwaited tells the worker of `rank` that other workers wait for its push
+  // of round `round` of the tensor `name`. SayLate asks the scheduler to remove this worker's
+  // replica; `why` completes "the worker ...", as in "had not pushed ...".
   virtual void SayAwaited(int /*rank*/, const std::string& /*name*/, uint32_t /*round*/) {}
   virtual void SayLate(int /*rank*/, const std::string& /*why*/) {}
 
-  // Seconds that a worker waits after an operation's limit (BYTEPS_OP_TIMEOUT_S) for servers and
-  // scheduler to explain the missing answer, since they know which worker is missing, or why a
-  // connection is gone.
+  // Seconds that a worker waits after an operation's limit (BYTEPS_OP_TIMEOUT_S) for an explanation
+  // of the missing answer. Servers and scheduler know which worker is missing, or why a connection
+  // is gone.
   virtual double seconds_to_explain() const { return 5; }
 
-  // Returns whether nobody can decide to remove a node now: the scheduler is dead and may return,
-  // or it has just returned and waits for the other nodes.
+  // Returns whether no scheduler can remove a node now: the scheduler is dead and may return, or it
+  // has just returned and waits for the other nodes.
   virtual bool lacks_scheduler() const { return false; }
 
   // This node's rank within its role, after Start.

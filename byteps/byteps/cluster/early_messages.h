@@ -1,8 +1,8 @@
-// EarlyMessages: messages that arrive before this node has its place in the job.
+// EarlyMessages: messages that arrive before this node knows its rank in the job.
 //
-// Workers may reach a replacement server before the server knows that it has the lost server's
-// place. If the scheduler then dies, the server never learns that it has this place, and asks for a
-// place again. It must then have no trace of the messages that it has got for the earlier place.
+// A server that replaces a lost server gets the lost server's rank. Workers may learn this before
+// the new server does, and send to it. If the scheduler dies at that moment, the server never gets
+// that rank, asks for another one, and must drop these messages.
 #ifndef BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 #define BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 
@@ -19,13 +19,13 @@ namespace core {
 // Thread-safe.
 class EarlyMessages {
  public:
-  // Delivers the message, or keeps it until the node has its place.
+  // Delivers the message, or keeps it until the node knows its rank.
   void Take(Message* message, ChannelUser* user) {
     if (!has_place_.load(std::memory_order_acquire) && Keep(message)) return;
     user->OnMessage(message);
   }
 
-  // Delivers the kept messages, now that the node has its place.
+  // Delivers the kept messages, now that the node knows its rank.
   void Release(ChannelUser* user) {
     std::vector<Message> kept;
     {
@@ -36,7 +36,7 @@ class EarlyMessages {
     for (Message& message : kept) user->OnMessage(&message);
   }
 
-  // Drops the kept messages: the node has no place, or lost it.
+  // Drops the kept messages, because the node has no rank, or has lost it.
   void Drop() {
     ps::MutexLock lock(&mu_);
     kept_.clear();

@@ -24,8 +24,8 @@ namespace {
 
 // Pause between attempts to join a job that has no room for this node yet.
 constexpr auto kJoinPause = std::chrono::milliseconds(200);
-// Limit for a probe, or a server waiting for a place, to reach the scheduler, in seconds.
-// BYTEPS_START_TIMEOUT_S may lower it.
+// Seconds for a probe, or for a server that waits for a vacant rank, to reach the scheduler.
+// BYTEPS_START_TIMEOUT_S may lower the limit.
 constexpr double kBriefSeconds = 5;
 
 // Checks that servers can back up each other's state, if configured.
@@ -200,7 +200,7 @@ void Session::Join(ChannelUser* user, ps::NetSettings settings) {
       if (!waits_) throw;
       throw NotNeededError("no server was lost: " + std::string(e.what()));
     }
-    // Ended by the next attempt; deadline: kJoinPause.
+    // The pause is ended by the next attempt; deadline: kJoinPause.
     std::this_thread::sleep_for(kJoinPause);
   }
 }
@@ -322,7 +322,7 @@ ps::Message ToPs(const Message& message) {
   msg.meta.customer_id = 0;
   msg.meta.timestamp = 0;
   msg.meta.head = message.op;
-  // Everything else carries values: a two-plane transport sends it on the data plane.
+  // All other messages carry values: a transport with two planes sends them on the data plane.
   msg.meta.simple_app = message.op == kDeclare || message.op == kRelease || message.op == kConfirm;
   msg.meta.request = msg.meta.push = message.is_request;
   const bool to_server = message.is_request || message.between_servers;

@@ -44,8 +44,7 @@ struct NoSchedulerError : public Error {
   using Error::Error;
 };
 
-// Thrown on a server that waited for the place of a lost server, if the job has ended and no place
-// became vacant.
+// Thrown on a server that waited for a lost server's rank, if the job ended without such a loss.
 struct NotNeededError : public Error {
   using Error::Error;
 };
@@ -54,16 +53,16 @@ struct NotNeededError : public Error {
 // started at a time.
 //
 // The session owns its van and membership until it is destroyed. So any thread may call any method
-// even after Stop: then nothing is sent, and names, ranks and rates are those of the last job.
+// even after Stop: then it sends nothing, and returns names, ranks and rates of the last job.
 class Session : public Channel {
  public:
   Session(const Config& config, const SessionOptions& options);
   ~Session() override;
 
   void Start(ChannelUser* user) override;
-  // Tests everything that Start does, without joining; call instead of Start. Returns the
-  // scheduler's answer if the scheduler would admit `count` nodes like this one. Returns "" on the
-  // scheduler itself. Throws UsageError, NoSchedulerError, or Error for any other failure.
+  // Does everything that Start does, except joining; call it instead of Start. If the scheduler
+  // would admit `count` nodes like this one, returns its answer. Returns "" on the scheduler
+  // itself. Throws UsageError, NoSchedulerError, or Error for any other failure.
   std::string Probe(ChannelUser* user, int count);
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
@@ -101,11 +100,11 @@ class Session : public Channel {
   int port() const;
 
  private:
-  // Adopts the van of the next attempt to join, with its new membership.
+  // Takes over the van that the next attempt to join will use, with its new membership.
   void Adopt(std::shared_ptr<ps::Van> van);
   // The latest van; null before Start.
   std::shared_ptr<ps::Van> van() const;
-  // Returns the result of `ask` on this node's membership; a default value before Start and on the
+  // Returns `ask`'s result for this node's membership; a default value before Start and on the
   // scheduler.
   template <typename Ask>
   auto AskNode(Ask ask) const;
@@ -116,8 +115,8 @@ class Session : public Channel {
   // Reads the network's settings. Throws UsageError.
   ps::NetSettings ReadSettings() const;
   // Joins the job. Retries while the scheduler may admit this node later, for
-  // BYTEPS_START_TIMEOUT_S. If lost servers are replaced, a surplus server waits for a place as
-  // long as the job lasts, and throws NotNeededError when the job has ended.
+  // BYTEPS_START_TIMEOUT_S. If lost servers are replaced, a surplus server waits as long as the job
+  // lasts, to replace a server that is lost. When the job has ended, it throws NotNeededError.
   void Join(ChannelUser* user, ps::NetSettings settings);
 
   const Config config_;

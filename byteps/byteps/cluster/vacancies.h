@@ -1,5 +1,5 @@
-// Vacancies: times in which a server's place is vacant or the scheduler is missing. In such times
-// no worker counts as late.
+// Vacancies: times in which a lost server has no successor yet, or the scheduler is missing. In
+// such times no worker counts as late.
 #ifndef BYTEPS_CLUSTER_VACANCIES_H_
 #define BYTEPS_CLUSTER_VACANCIES_H_
 

@@ -13,12 +13,13 @@
 namespace byteps {
 namespace core {
 
-// Queue of an engine's copies between a GPU and pinned memory, in a direction.
+// Queue of an engine's copies between a GPU and pinned memory, in one direction.
 //
 // A driver serves one caller at a time, and concurrent callers delay each other for longer than
-// their copies take. So only one thread calls the driver, in batches; copies that others add
-// meanwhile go with its next batch. It polls briefly for the copies of a batch, which takes less
-// time, and less CPU time, than a callback by the driver, which wakes two threads.
+// their copies take. So only one thread calls the driver, and passes copies in batches. Copies that
+// other threads add during a call go with the next batch. It polls briefly for the copies of a
+// batch, which takes less time, and less CPU time, than a callback by the driver, which wakes two
+// threads.
 //
 // Thread-safe.
 class CopyQueue {
@@ -57,9 +58,10 @@ class CopyQueue {
 
   // Returns false if there is nothing to give; this thread then stops giving.
   bool TakeBatch(Batch* batch);
-  // Does not throw: the giving thread must continue with the next copies.
+  // Gives the batch to the driver. Does not throw, because this thread goes on with more copies.
   void Give(Batch batch) noexcept;
-  // If it cannot deliver the error, the operation ends by its time-out.
+  // Waits until the copies are done. If that takes long, asks the driver to report their end
+  // instead.
   static void TellBegun(const Entry& entry, const std::string& error);
   // Waits until the copies are done, or the driver is to report them.
   void AwaitOrCall(const std::shared_ptr<const Batch>& batch);

@@ -31,7 +31,7 @@ std::string Describe(const CudaApi& api, CudaResult error) {
 
 Loaded Load() {
   Loaded loaded;
-  // Never closed: the driver has threads and exit handlers.
+  // The library is never closed, because the driver has threads and exit handlers.
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();

@@ -56,7 +56,8 @@ struct CudaApi {
 // calls throw the same. Thread-safe.
 const CudaApi& Cuda();
 
-// Throws Error "`what`: the driver's words (CUDA_ERROR_...)" unless `result` is a success.
+// Throws Error if `result` is not a success. The text is `what`, then the driver's description and
+// error name (CUDA_ERROR_...).
 void CheckCuda(CudaResult result, const char* what);
 
 // Makes `device`'s primary context, which torch uses too, current in the calling thread. `device`

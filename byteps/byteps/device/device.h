@@ -12,9 +12,9 @@ namespace core {
 // The GPU as the engine uses it: streams, events, asynchronous copies, pinned memory.
 // device/cuda.cc calls the driver; device/fake.cc simulates a GPU for tests.
 //
-// All functions are thread-safe, and throw Error with the driver's words. Streams and events belong
-// to the device that was current when they were made. That device must be current in calls with
-// them, except EventIsDone; to pin memory, any device must be.
+// All functions are thread-safe, and throw Error with the driver's text. A stream or event belongs
+// to the device that was current when it was made, and that device must be current in every call
+// with it, except in EventIsDone. To pin memory, some device must be current.
 
 constexpr int kCpu = -1;  // device number of host memory
 
@@ -44,7 +44,7 @@ void RecordEvent(DeviceEvent event, DeviceStream stream);
 bool EventIsDone(DeviceEvent event);
 // Returns whether all work now in `stream` is done.
 bool StreamIsIdle(DeviceStream stream);
-// Makes later work of `stream` wait for the work that `event` now stands for.
+// Makes later work of `stream` wait for the work that `event` has recorded most recently.
 void WaitForEvent(DeviceStream stream, DeviceEvent event);
 // Makes later work of `stream` wait until `word` is 1.
 void WaitForWord(DeviceStream stream, const DeviceWord* word);
@@ -54,7 +54,7 @@ void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream strea
 void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream);
 
 // Calls `then` once, on a thread of the driver, when all work now in `stream` is done. `then` must
-// not block, nor call functions of this file. If the device fails, `then` is never called nor
+// not block, nor call functions of this file. If the device fails, `then` is neither called nor
 // destroyed.
 void CallWhenDone(DeviceStream stream, std::function<void()> then);
 

@@ -12,7 +12,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Limit of callers' streams with a callback stream of their own; others share these.
+// Number of callers' streams with a callback stream of their own. Other callers share these
+// streams.
 constexpr size_t kMaxCallers = 32;
 // 128 KiB take 10 to 30 us, 1 MiB takes 50 us; the driver's callback comes 40 us later.
 constexpr std::chrono::microseconds kAwaited(100);
@@ -72,7 +73,7 @@ DeviceMoment DeviceCopies::Now(DeviceStream stream) {
 }
 
 DeviceMoment DeviceCopies::NowIn(DeviceStream stream) {
-  // A just recorded event takes some microseconds to be done, even in an idle stream.
+  // Even in an idle stream, an event takes some microseconds until it is done, so none is recorded.
   return StreamIsIdle(stream) ? nullptr : MomentOf(stream);
 }
 

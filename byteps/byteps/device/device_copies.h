@@ -21,8 +21,8 @@ namespace core {
 // polls or sleeps in the driver, so none hangs there if the GPU's work never ends (an NCCL kernel
 // whose peer was lost).
 
-// A point in a stream's work; null: the stream was idle. After the last copy its event is kept for
-// reuse: that may happen inside a driver's callback, where events must not be destroyed.
+// A point in a stream's work; null: the stream was idle. Its event is reused, not destroyed: the
+// last copy may go away inside a driver's callback, where events must not be destroyed.
 using DeviceMoment = std::shared_ptr<void>;
 
 // Lanes of copies. The copies of a lane run one after another.
@@ -33,7 +33,7 @@ enum class CopyLane {
   kToDevice,
 };
 
-// A copy: one end is on the device, the other in pinned memory.
+// A copy between the device and pinned memory, in either direction.
 struct Copy {
   void* to;
   const void* from;
@@ -74,7 +74,7 @@ class DeviceCopies {
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
   // Enqueues copies to the device in the caller's `stream`. Returns the moment of their end.
   DeviceMoment CopyIn(DeviceStream stream, const std::vector<Copy>& copies);
-  // Enqueues copies to the device in the caller's `stream`, which first waits until `word` is 1.
+  // Enqueues, in the caller's `stream`, a wait until `word` is 1, and then copies to the device.
   void CopyOnceSet(DeviceStream stream, const DeviceWord* word, const std::vector<Copy>& copies);
 
  private:

@@ -52,7 +52,7 @@ class Gate {
   Done released_ PS_GUARDED_BY(mu_);  // invalid: not blocked
 };
 
-// Never destroyed: streams' threads use them to the end.
+// The gates are never destroyed, because streams' threads use them to the end.
 Gate& to_device = *new Gate;
 Gate& to_host = *new Gate;
 Gate& calls = *new Gate;
@@ -79,7 +79,7 @@ class Stream {
 
   void AwaitIdle() {
     ps::MutexLock lock(&mu_);
-    // Ended by the stream's own thread; deadline: none, as a driver has none.
+    // The wait is ended by the stream's own thread; deadline: none, as a driver has none.
     idle_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return IsIdle(); });
   }
 
@@ -259,7 +259,8 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then) {
 void* PinMemory(size_t bytes) {
   Enter();
   ps::MutexLock lock(&pinned_mu);
-  // Allocations are adjacent, as a driver may place them; no copy may span two.
+  // Allocations are adjacent, as a driver may place them. No copy may reach into the next
+  // allocation.
   static char* next = static_cast<char*>(
       mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   char* const memory = next;

@@ -50,7 +50,7 @@ class PinnedPool::Pools {
 
  private:
   ps::Mutex mu_;
-  // By use and top_.
+  // Pools by their use and their limit `top_`.
   std::map<std::pair<Use, uint64_t>, std::unique_ptr<PinnedPool>> pools_ PS_GUARDED_BY(mu_);
 };
 
@@ -173,8 +173,8 @@ void PinnedPool::Return(char* data, uint64_t size) {
 
 void PinnedPool::ServeWaiters() {
   ps::MutexLock lock(&mu_);
-  // One thread at a time, which checks again after each call. So a callback that returns its block
-  // at once does not cause nested calls.
+  // One thread at a time serves waiting callers, and looks for more after each call. So a callback
+  // that returns its block at once does not cause nested calls.
   if (serving_) return;
   serving_ = true;
   bool again = false;

@@ -20,17 +20,16 @@ namespace core {
 // outside of locks that all-reduces need: pinning takes long. They stay until the process ends:
 // unpinning waits for all of the GPU's work, which may never end after a peer was lost.
 //
-// No function waits for a block. A caller without one is called back when there is one, so no
-// thread is blocked that others need to return their blocks. Every block is returned eventually: it
-// is held while a partition is copied from the GPU and sent, or while its sum is received and
-// copied to the GPU. None of this waits for another block, a server's window or another worker. A
-// push returns its block before its answer comes, and an answer without a block is received
-// elsewhere.
+// No function waits for a block: if none is free, the pool calls the caller back later. So no
+// thread that returns blocks is ever blocked. Every block is returned eventually, because a
+// partition holds it only while its values are copied and sent, or received and copied. None of
+// this waits for another block, a server's window or another worker. A push returns its block
+// before its answer comes, and an answer without a block is received elsewhere.
 
-// Returned to the pool by destroying the last copy, in any thread, also the driver's.
+// A block of the pool. It returns to the pool when its last copy is destroyed, in any thread.
 using PinnedBlock = std::shared_ptr<char>;
 
-// Never reuses this block: a failed device may have taken a copy, and still access the block.
+// Keeps the block out of the pool for ever: a failed device may still copy to or from the block.
 void Keep(const PinnedBlock& block);
 
 // Thread-safe.
@@ -64,8 +63,8 @@ class PinnedPool {
   // Returns a block. If all are in use it first pins memory for `more` bytes, as far as the limit
   // allows. A device must be current.
   PinnedBlock TakeOrPin(uint64_t bytes, uint64_t more);
-  // Returns a block unless others already wait. If it returns null, `then` will be called with a
-  // block, by the thread that returns it. `then` must not block.
+  // Returns a block, unless other callers wait for one. If it returns null, the thread that next
+  // returns a block will call `then` with the block. `then` must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
 
   // Returns the size of the block for this many bytes: a power of two.

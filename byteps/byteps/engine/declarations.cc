@@ -39,8 +39,8 @@ std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& spec
   do {
     const std::vector<EntryPtr> mine = ClaimNew(entries);
     if (!mine.empty()) Tell(mine);
-    // After a failed attempt of another thread the tensors are new again: try, and throw the
-    // reason.
+    // If another thread's attempt has failed, the tensors count as new again. So this thread tries,
+    // and throws the reason.
   } while (!AwaitOthers(entries));
   std::vector<TensorPtr> tensors;
   for (const EntryPtr& entry : entries) tensors.push_back(entry->tensor);
@@ -152,8 +152,8 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
     last_message_ += servers;
     for (int server = 0; server < servers; ++server) messages_[first + server] = {exchange, server};
   }
-  // Every server gets the declaration, also those that will sum no partition: members that disagree
-  // on the placement would otherwise wait at different servers.
+  // Every server gets the declaration, even a server that sums no partition of the tensor.
+  // Otherwise members that disagree on the placement would wait at different servers, for ever.
   for (int server = 0; server < servers; ++server) {
     channel_->Send(MakeRequest(kDeclare, server, exchange->key, first + server, exchange->body));
   }
@@ -165,8 +165,8 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
   ps::MutexLock lock(&mu_);
   auto deadline = Clock::now() + limit;
-  // Ended by all answers, or a failure of the job; deadline: BYTEPS_OP_TIMEOUT_S since the last
-  // lost server was replaced.
+  // The wait is ended by all answers, or a failure of the job; deadline: BYTEPS_OP_TIMEOUT_S since
+  // the last lost server was replaced.
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || exchange->unanswered == 0;
   })) {
@@ -205,7 +205,7 @@ void Declarations::SetState(const std::vector<EntryPtr>& entries, State state) {
 bool Declarations::AwaitOthers(const std::vector<EntryPtr>& entries) {
   ps::MutexLock lock(&mu_);
   const auto is_asked = [](const EntryPtr& entry) { return entry->state == State::kAsked; };
-  // Ended by the declaring thread, or a failure; deadline: that thread's.
+  // The wait is ended by the declaring thread, or a failure; deadline: that thread's.
   cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
   });

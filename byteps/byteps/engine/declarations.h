@@ -53,12 +53,12 @@ class Declarations {
 
   // Releases the names of tensors whose groups have this lowest rank. From now on the names can be
   // declared anew, with any shape. Servers free a tensor when all members have released it; this
-  // worker frees it when its operations have ended. Also counts the release of a name that was
-  // never declared: members that have released a name equally often declare the same tensor.
+  // worker frees it when its operations have ended. A release also counts if the name was never
+  // declared: members declare the same tensor if they have released its name equally often.
   //
   // Keeps the number of releases of each name that was ever released.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank);
-  // Tells the servers that the last use of these tensors has ended.
+  // Tells the servers that this worker's last operation on these tensors has ended.
   void GiveBack(const std::vector<TensorPtr>& tensors);
   // Records that a server has freed the tensors of release message `number`.
   void OnReleased(uint64_t number);
@@ -79,10 +79,11 @@ class Declarations {
 
   // Returns this worker's progress with each name.
   ProgressByTensor Rounds();
-  // Returns the names whose next round is at most the round given for the name.
+  // Returns the names of which this worker has not begun the given round.
   std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
   // Adopts the progress of another worker, for names that will be declared, or that are declared
-  // and have begun no round. Gives back tensors whose releases differ from the adopted ones.
+  // and have begun no round. Releases tensors whose number of releases differs from the adopted
+  // one.
   void SetRounds(const ProgressByTensor& progress);
 
   size_t size();
@@ -123,8 +124,8 @@ class Declarations {
   // Returns the entries that no thread has declared or declares, and marks them as being declared.
   std::vector<EntryPtr> ClaimNew(const std::vector<EntryPtr>& entries);
   void Tell(const std::vector<EntryPtr>& entries);
-  // Begins the use of all these tensors. Throws UsageError, and begins the use of none, if a tensor
-  // was released meanwhile.
+  // Begins the use of all these tensors. If another thread has released a tensor in between, throws
+  // UsageError and begins no use.
   void BeginUse(const std::vector<EntryPtr>& entries);
   void EndUse(const std::vector<EntryPtr>& entries);
   void Send(const std::shared_ptr<Exchange>& exchange, const std::vector<EntryPtr>& entries);
@@ -132,7 +133,7 @@ class Declarations {
   void SetState(const std::vector<EntryPtr>& entries, State state);
   // Waits until no other thread declares any of these entries. Returns whether all are declared.
   bool AwaitOthers(const std::vector<EntryPtr>& entries);
-  // Counts a release of this id. Returns its tensor if nothing else uses it, otherwise null.
+  // Counts a release of this id. Returns its tensor if no operation uses it, otherwise null.
   TensorPtr ReleaseId(const std::string& id) PS_REQUIRES(mu_);
 
   const uint64_t job_;

@@ -10,7 +10,7 @@ namespace core {
 
 // Measures the rate at which servers receive what a worker pushes.
 //
-// The result is the highest recent rate, which the link and the servers can take. The result decays
+// The result is the highest recent rate, because link and servers can sustain that rate. It decays
 // by half within some seconds, but only while partitions wait to be pushed: otherwise a low rate
 // says nothing about the link. Times are in ns of any clock. Not thread-safe.
 class DeliveryRate {
@@ -41,8 +41,7 @@ class DeliveryRate {
   }
 
  private:
-  // Shortest time over which a rate is measured: much longer than a server takes to acknowledge an
-  // arrival.
+  // Shortest time over which a rate is measured: far above a server's time to acknowledge.
   static constexpr int64_t kSpanNs = 20'000'000;
   static constexpr double kKept = 0.99;
 

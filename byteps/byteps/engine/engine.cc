@@ -16,8 +16,8 @@ namespace core {
 
 namespace {
 
-// Throws unless the operation suits its tensor, which is either summed or updated, never both. A
-// sum's rounding errors are state that can be moved, too.
+// Throws unless the operation suits its tensor. A tensor is either summed or updated, never both.
+// The rounding errors of a summed tensor can be loaded and read like an updated tensor's state.
 void CheckUse(const Operation& operation) {
   const Declaration& declaration = operation.tensor->declaration;
   if ((operation.request.op != kPushPull) == (declaration.rule != nullptr)) return;
@@ -48,8 +48,8 @@ Engine::~Engine() { Stop(false, ""); }
 void Engine::Start() {
   context_.channel->Start(this);
   context_.scheduler->SetNics(context_.channel->num_nics());
-  // Over RDMA neither windows (push_scheduler.h) nor partition sizes follow the link's rate: a
-  // partition costs little CPU time, so their number does not matter.
+  // Over RDMA a partition costs little CPU time. So neither windows (push_scheduler.h) nor
+  // partition sizes depend on the link's rate.
   if (context_.channel->RegistersMemory()) {
     context_.scheduler->IgnoreRate();
   } else {
@@ -89,11 +89,11 @@ void Engine::Stop(bool suspend, const std::string& failure) {
   Fail("byteps was shut down");
   context_.scheduler->Close();
   puller_.Close();
-  // Ended by the close of the scheduler and the puller, and the failure; deadline: none.
+  // The join is ended by the closed scheduler and puller, and the failure; deadline: none.
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   context_.channel->Stop();
-  // From here on nothing is received into memory that requests hold.
+  // From here on the transport writes into no memory that requests hold.
   context_.requests.Clear();
 }
 

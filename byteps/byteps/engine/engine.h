@@ -89,9 +89,9 @@ class Engine : public ChannelUser {
   }
   // Tensors for which other workers wait for this worker's next push.
   std::vector<std::string> Awaited();
-  // Returns the ranks whose values were missing in sums since the last call.
+  // Returns the ranks whose values were missing in any sum since the last call.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
-  // Returns this worker's progress with each name. SetRounds adopts the progress of another worker.
+  // Returns how far this worker has got with each name. SetRounds adopts another worker's progress.
   ProgressByTensor Rounds() { return declarations_.Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { declarations_.SetRounds(progress); }
 
@@ -115,7 +115,7 @@ class Engine : public ChannelUser {
   void EndFailedStreams();
   // Stops receiving into the operation's memory. After a failure, call AwaitWriters first.
   void AbandonPlaces(const Operation& operation);
-  // Waits until nothing writes into the operation's output any more, and throws its error.
+  // Waits until no thread writes into the operation's output, then throws the operation's error.
   [[noreturn]] void ThrowFailure(const OperationPtr& operation, DeviceStream stream);
 
   // Fails operations that no other thread would fail. Watch, Verdict and Silence are in

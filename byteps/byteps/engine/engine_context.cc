@@ -13,7 +13,7 @@ namespace {
 
 using Use = PinnedPool::Use;
 
-// Room for the small sum in flight and for earlier ones whose memory is not free yet.
+// Memory for the small sum in flight, and for earlier small sums whose copies are not done.
 constexpr uint64_t kPinnedForSmall = 4 * StagedSum::kSmall;
 
 PinnedPool* PoolForStreamed(uint64_t limit, uint64_t largest_partition) {

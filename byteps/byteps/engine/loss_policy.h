@@ -16,8 +16,8 @@ struct PushHeader;
 struct Request;
 struct Tensor;
 
-// Decides what a worker does when a server is lost. This policy ends the job; recovery/worker has a
-// policy that replaces the server.
+// Decides what a worker does when a server is lost. This base class ends the job; the policy in
+// recovery/worker waits for another server.
 //
 // Thread-safe after Attach.
 class LossPolicy {
@@ -32,24 +32,23 @@ class LossPolicy {
 
   // ----- on a partition's path
 
-  // Whether this worker keeps sums after it has received them. Answers are then not received into
-  // the caller's memory.
+  // Whether this worker keeps each sum after it has received it, for a server that may replace a
+  // lost one. If so, answers are not received into the caller's memory.
   virtual bool keeps_sums() const { return false; }
   // Completes the header of a partition's PUSH_PULL to `server`.
   virtual void Complete(PushHeader* header, int server);
-  // Calls `send`, which records a request to `server` and, if given true, sends it. Returns the
-  // error of `send`, or "".
+  // Calls `send`, which records a request to `server` and also sends it if `is_there` is true.
+  // Returns the error of `send`, or "".
   virtual std::string Send(int server, const std::function<std::string(bool is_there)>& send);
-  // Removes the request that `answer` belongs to. Returns false if no operation waits for the
-  // answer any more.
+  // Removes the request that `answer` belongs to. Returns false if no operation waits for it.
   virtual bool TakeRequest(Message* answer, Request* request);
 
   // ----- on the path of declarations
 
-  // Whether a server is lost and not replaced yet. Releases are then sent later, to the server's
-  // successor, by Declarations::ReleaseAgain.
+  // Whether a server is lost and not replaced yet. If so, Declarations::ReleaseAgain sends releases
+  // later, to the server's successor.
   virtual bool IsVacant(int server);
-  // Handles the news that `server` has freed its part of a released tensor.
+  // Called when `server` has freed its part of a released tensor.
   virtual void OnReleased(int server, const Tensor& tensor);
 
   // ----- events

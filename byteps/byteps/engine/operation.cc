@@ -22,9 +22,9 @@ namespace {
 constexpr std::chrono::microseconds kAwake(100);
 
 // A sum of at most this many bytes takes about 200 us if all members are ready. Waking two threads,
-// the receiver and the waiter, would add a fifth. So the waiting thread receives by itself, and
-// sleeps only after kAwakeForSmall. The same holds for staged GPU sums (1 MiB at most; they take
-// longer).
+// the receiver and the waiter, would add a fifth. So the thread that waits for the sum receives it
+// by itself, and sleeps only after kAwakeForSmall. Staged GPU sums of up to 1 MiB do the same,
+// although they take longer.
 constexpr uint64_t kSmallSum = 64 << 10;
 constexpr std::chrono::microseconds kAwakeForSmall(400);
 
@@ -180,7 +180,8 @@ void Operation::CallAtEnd(std::function<void()> then) {
 
 void Operation::Move(uint64_t index, Stage to) {
   const Stage from = StageOf(index)->exchange(to, std::memory_order_acq_rel);
-  // Stages may be skipped: CPU tensors are not copied, and a pull without a push has no values.
+  // A partition may skip stages: a CPU tensor is not copied, and a pull without push sends no
+  // values.
   BPS_INVARIANT("a partition is in one stage", from < to,
                 "partition " + std::to_string(index) + " of '" + name() + "' went from stage " +
                     std::to_string(static_cast<int>(from)) + " to " +
@@ -214,15 +215,16 @@ bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<voi
     StayAwake(std::min(deadline, now + kAwakeForSmall + TimeFor(request.tensor.bytes)), receive);
   }
   ps::MutexLock lock(&mu_);
-  // Ended by the end of the sum, at the latest by the watcher; deadline: the caller's.
+  // The wait is ended by the end of the sum, at the latest by the watcher; deadline: the caller's.
   if (!cond_.WaitUntil(&mu_, deadline, [this] { return done_ || arrivals_left_ == 0; })) {
     return false;
   }
   lock.Unlock();
-  // All answers are here; receiving for others would only delay this sum.
+  // All answers of this sum are here. So this thread does not receive messages for other sums,
+  // which would delay this one.
   StayAwake(std::min(deadline, Clock::now() + kAwake), [] {});
   lock.Lock();
-  // Ended by the copies to the GPU, or a failure; deadline: the caller's.
+  // The wait is ended by the copies to the GPU, or a failure; deadline: the caller's.
   return cond_.WaitUntil(&mu_, deadline, [this] { return done_.load(); });
 }
 
@@ -245,8 +247,8 @@ void Operation::EndWriting() {
     ps::MutexLock lock(&mu_);
     BPS_INVARIANT_NOTED("a writer that stops had begun", writers_ > 0,
                         "nobody wrote into the output of '" + name() + "'");
-    // Until the operation has ended nobody waits for writers; do not wake those who wait for its
-    // end.
+    // Only after the operation's end do threads wait for writers. Before, a notification would wake
+    // threads that wait for the end.
     if (--writers_ > 0 || !done_) return;
   }
   written_.NotifyAll();
@@ -255,7 +257,7 @@ void Operation::EndWriting() {
 void Operation::AwaitWriters() {
   ps::MutexLock lock(&mu_);
   if (writers_ > 0) PS_PROBE(kAwaitsWriters);
-  // Ended by threads that copy and never block; deadline: none.
+  // The wait is ended by threads that copy and never block; deadline: none.
   written_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 

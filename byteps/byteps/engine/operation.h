@@ -63,14 +63,15 @@ class Operation {
   const std::string& name() const { return request.tensor.name; }
   // Whether partitions are copied from a GPU individually. (Staged sums lie in host memory.)
   bool on_gpu() const { return request.tensor.device != kCpu && !staged && !moves_state(); }
-  // Whether streams, and no thread, wait for the sum.
+  // Whether GPU streams wait for the sum, and no host thread.
   bool streams_wait() const { return staged && request.streamed; }
-  // Whether the caller copies the whole tensor: it is small, and no other sum was in flight.
+  // Whether the calling thread copies the whole tensor itself. It does so if the tensor is small
+  // and no other sum was in flight.
   bool is_copied_by_caller() const { return staged && !request.streamed; }
   // Whether the output is on the GPU, too.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }
-  // Whether the operation starts a new round. A kStep continues the round before.
+  // Whether the operation starts a new round. A kStep continues the last round.
   bool begins_round() const { return request.op != kStep && !moves_state(); }
 
   // Ranges of partition `index`, in bytes of the tensor. Whole: all of it. Offered: the range of
@@ -99,8 +100,8 @@ class Operation {
   // The error, or "". Valid once the operation is done.
   std::string error();
   // Counts a partition whose sum has arrived and is being copied to the GPU. The last arrival wakes
-  // the waiting thread, which then spins until the copy is done: waking it after the copy would
-  // take as long as the copy.
+  // the waiting thread, which then spins until the copy is done: to wake the thread after the copy
+  // would take as long as the copy.
   void CountArrival();
   // Moves a partition to a later stage. A partition enters each stage at most once, in this order;
   // otherwise throws Error.
@@ -115,12 +116,12 @@ class Operation {
   // Counts a completed partition. Returns true for the last one: the caller must end the operation.
   // Throws Error.
   bool CountPartition(uint64_t index);
-  // Count copies to the GPU. For one copy, the two may be called in either order.
+  // CountCopyBegun and CountCopyDone count copies to the GPU; for a copy, in either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
   // Whether copies to the GPU may be in flight. Valid once all copies have been enqueued.
   bool is_copying() const { return copies_ != 0; }
-  // Returns true to the first caller, who then must end the operation.
+  // Returns true to the first caller, who must then call End.
   bool ClaimEnd() { return !claimed_.exchange(true); }
   // Ends the operation. `error`: "" if the operation succeeded. `moment`: the moment at which the
   // sums are on the GPU.
@@ -129,8 +130,8 @@ class Operation {
   // operation makes the call, without a lock; `then` must not block. Only one function can be
   // registered.
   void CallAtEnd(std::function<void()> then);
-  // Waits until the operation has ended, for at most `limit`. Returns whether it has ended. Calls
-  // `receive`, which receives pending messages and must not block.
+  // Waits until the operation has ended, for at most `limit`. Returns whether it has ended.
+  // Meanwhile calls `receive`, which receives pending messages and must not block.
   bool AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive);
 
   // Bracket every write into `output`. If BeginWriting returns false, do not write: the operation
@@ -147,7 +148,7 @@ class Operation {
   std::atomic<Stage>* StageOf(uint64_t index) {
     return more_stages_ ? &more_stages_[index] : &stage_;
   }
-  // Calls `each` and yields until the operation has ended, or until `until`.
+  // Calls `each` and yields, again and again, until the operation has ended or until `until`.
   void StayAwake(Clock::time_point until, const std::function<void()>& each) const;
 
   std::atomic<Stage> stage_{Stage::kWaiting};          // used if there is one partition

@@ -36,8 +36,8 @@ class OperationTrace {
   void BeginCopy(const Operation& operation) { Expect(operation); }
   // Withdraws the announcement of a copy that is not made after all.
   void DropCopy(const Operation& operation) { Told(operation); }
-  // Records a copy that is done now. The copy began when it was enqueued (`enqueued`) or, if that
-  // is later, when the previous copy of the same direction was done.
+  // Records a copy that is done now. Its slice begins when the copy was enqueued (`enqueued`), or
+  // when the previous copy in this direction was done, whichever is later.
   void CopySlice(const Operation& operation, uint64_t index, bool to_host, int64_t enqueued);
   // Records all stages of a partition. `done`: time at which the partition's sum was there; 0 if
   // the partition failed.

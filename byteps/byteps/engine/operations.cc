@@ -76,7 +76,7 @@ void Operations::Forget(int64_t handle) {
 
 void Operations::Finish(const OperationPtr& operation, DeviceMoment landed) {
   if (!operation->ClaimEnd()) return;
-  // Count before End: whoever learns of the end may read the figures.
+  // The operation is counted before End, because a thread that sees the end may read the counters.
   const std::chrono::nanoseconds took = Operation::Clock::now() - operation->started;
   speed_->Record(operation->request.tensor.bytes, operation->started);
   counters_->operations.Add();
@@ -172,14 +172,15 @@ size_t Operations::num_running() {
 
 void Operations::AwaitIdle(double limit_s) {
   ps::MutexLock lock(&mu_);
-  // Ended by the last operation, or a failure of the job; deadline: BYTEPS_PEER_TIMEOUT_S.
+  // The wait is ended by the last operation, or a failure of the job; deadline:
+  // BYTEPS_PEER_TIMEOUT_S.
   ended_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
                  [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
 }
 
 bool Operations::AwaitWork() {
   ps::MutexLock lock(&mu_);
-  // Ended by an operation, or a failure of the job; deadline: none, the thread is idle.
+  // The wait is ended by an operation, or a failure of the job; deadline: none, the thread is idle.
   began_.Wait(&mu_,
               [this]() PS_REQUIRES(mu_) { return failed_ || failed_stream_ || !running_.empty(); });
   return !failed_;
@@ -187,7 +188,7 @@ bool Operations::AwaitWork() {
 
 bool Operations::Sleep(double seconds) {
   ps::MutexLock lock(&mu_);
-  // Ended by a failure; deadline: the given time.
+  // The wait is ended by a failure; deadline: the given time.
   failed_job_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
                       [this]() PS_REQUIRES(mu_) { return failed_ || failed_stream_; });
   failed_stream_ = false;

@@ -16,7 +16,7 @@
 namespace byteps {
 namespace core {
 
-// A tensor as its owner describes it.
+// Description of a tensor, as the caller of push_pull gives it.
 struct TensorSpec {
   std::string name;
   DType dtype = DType::kFloat32;

@@ -17,8 +17,9 @@ namespace byteps {
 namespace core {
 namespace {
 
-// The receiving thread itself copies values of at most this size, or hands them to the GPU: waking
-// another thread would take longer. It copies nothing larger, so that it can go on receiving.
+// Largest values, in bytes, that the receiving thread itself copies or hands to the GPU, because
+// waking another thread would take longer. Other threads copy larger values, so that this thread
+// can go on receiving.
 constexpr uint64_t kFew = 64 << 10;
 
 }  // namespace
@@ -30,12 +31,13 @@ Puller::Puller(EngineContext* context)
 
 char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  // A sum that is kept must not lie in the caller's memory. A lost server must not leave half a sum
-  // there either.
+  // A sum that this worker keeps must not lie in the caller's memory. If a server can be replaced,
+  // its loss must not leave half a sum there either.
   if (head.failed || bytes == 0 || context_->losses->keeps_sums()) return nullptr;
   if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;
-  // Never place values for an operation that has ended: Wait abandons only earlier placements.
+  // Values must not be placed for an operation that has ended: Wait has already abandoned its
+  // places, and would not know this one.
   if (operation.is_done() || operation.Wanted(request.index).bytes != bytes) return nullptr;
   if (!operation.output_on_gpu()) return operation.Target(request.index);
   if (!request.block) {

@@ -18,9 +18,9 @@ namespace core {
 //
 // The values of a CPU tensor are received straight into the tensor; the receiving thread then only
 // counts the partition. The values of a GPU tensor are received into pinned memory, and a pull loop
-// copies them to the GPU (if a pull loop is copying to this GPU already, the same loop). If values
-// were received elsewhere, because the transport could not place them or no pinned memory was free,
-// a pull loop copies them.
+// copies them to the GPU; only one loop at a time copies to a GPU. If values were received into
+// other memory, because the transport could not place them or no pinned memory was free, a pull
+// loop copies them too.
 
 class Puller {
  public:
@@ -56,8 +56,8 @@ class Puller {
   void OnSum(Message* message, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
-  // For CPU tensors: copies or decodes the values into the output. Returns false, and writes
-  // nothing, if the operation has failed.
+  // For CPU tensors: copies or decodes the values into the output. If the operation has failed,
+  // writes nothing and returns false.
   bool CopyToOutput(const Arrived& arrived);
   // For GPU tensors: enqueues the copy to the GPU, once there is pinned memory.
   void MoveToDevice(Arrived* arrived, int track);

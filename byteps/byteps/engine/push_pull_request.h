@@ -31,15 +31,15 @@ struct PushPullRequest {
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`
   CodedValues coded;       // if coded, `input` and `output` are the same memory, for the blocks
-  // The wanted range of the sum, or of the state, in bytes. The rest of `output` stays unchanged.
-  // If begin and end are equal, nothing is wanted.
+  // Range of the sum, or of the state, that the caller wants, in bytes. The rest of `output` stays
+  // unchanged. If begin and end are equal, the caller wants no values.
   uint64_t pull_begin = 0;
   uint64_t pull_end = UINT64_MAX;  // end of the tensor
   int priority = 0;                // tensors of a higher priority are pushed first
   bool forgets_lost = false;       // tells servers to drop the rounding errors of earlier sums
   DeviceStream stream = nullptr;   // GPU stream; `input` is ready after the stream's work so far
-  // For sums on a GPU: WaitFor returns at once, and the stream that it gets waits for the sum
-  // instead (engine/staged_sum.h). Ignored if there is too little pinned memory.
+  // For sums on a GPU: the stream that is passed to WaitFor waits for the sum, and WaitFor returns
+  // at once (engine/staged_sum.h). Ignored if there is too little pinned memory.
   bool streamed = false;
   // The Op of the requests to servers. kPushPull makes a sum. For a tensor with a rule, op is
   // kPushStep, kPushNorm (`output`: GradientSums of each partition), kPushTry, kStep (for the round

@@ -15,8 +15,8 @@ namespace {
 // Default limit of all windows together.
 constexpr uint64_t kMost = 16 << 20;
 constexpr int64_t kCoveredNs = 5'000'000;
-// A worker is ahead if others' values are missing for 1/kAhead of its window; its window is then
-// divided by kStepBack.
+// A worker is ahead of others if more than 1/kAhead of its window waits at a server for their
+// values. Its window is then divided by kStepBack.
 constexpr int64_t kAhead = 2;
 constexpr uint64_t kStepBack = 4;
 // Partitions that a woken thread can push, unless few are in flight.
@@ -147,7 +147,7 @@ Task PushScheduler::TakeFirst() {
 
 bool PushScheduler::Take(Task* task) {
   ps::MutexLock lock(&mu_);
-  // Ended by a task or Close; deadline: none, the thread is idle.
+  // The wait is ended by a task or Close; deadline: none, the thread is idle.
   cond_.Wait(&mu_,
              [this]() PS_REQUIRES(mu_) { return closed_ || !going_.empty() || !resumed_.empty(); });
   if (closed_) return false;
@@ -158,7 +158,7 @@ bool PushScheduler::Take(Task* task) {
     *task = std::move(resumed_.begin()->second);
     resumed_.erase(resumed_.begin());
   }
-  // One server needs one thread.
+  // Tasks for a single server need one thread only.
   if (going_.size() > 1 || !resumed_.empty()) cond_.NotifyOne();
   return true;
 }

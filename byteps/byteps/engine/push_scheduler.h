@@ -20,9 +20,9 @@ namespace core {
 // Each server has a queue of partitions, ordered by priority, then by arrival. It also has a
 // window: the number of bytes that may be in flight to the server. The first partition whose server
 // has room goes next, so a slow server does not block partitions of other servers. A partition
-// leaves the window when the transport knows that it has arrived (over RDMA: was written). It must
-// not stay until it is answered: an answer waits for other workers, so workers with full windows
-// would wait for each other for ever.
+// leaves the window when the transport knows that it has arrived (over RDMA: that it was written).
+// The server's answer comes only after all workers have pushed, so if partitions stayed until the
+// answer, workers with full windows would wait for each other for ever.
 //
 // The window is BYTEPS_SERVER_WINDOW_BYTES. If that is 0, the window is the larger of
 // - two partitions per NIC of this worker. Two keep a link busy while a completion is in flight,
@@ -37,11 +37,11 @@ namespace core {
 // with more bytes in the link's queue gets more of the link. If that is the first rank on one host
 // and the second on another, the sums of both wait.
 //
-// Equal windows do not prevent the drift for long. So a worker that is ahead gives way: if more
-// than half a window of its values wait on a server for the values of other workers, its window
-// shrinks to a quarter, and the other ranks of its host get more of the link.
+// Equal windows do not prevent the drift for long. So a worker that is ahead of others sends less:
+// if more than half a window of its values wait on a server for the values of other workers, its
+// window shrinks to a quarter, and the other ranks of its host get more of the link.
 //
-// An idle server takes a partition of any size. Thread-safe.
+// If nothing is in flight to a server, a partition of any size has room. Thread-safe.
 class PushScheduler {
  public:
   // `window`: bytes per server; 0: computed as above.
@@ -54,23 +54,24 @@ class PushScheduler {
 
   // Queues tasks of one priority, in this order.
   void Add(int priority, std::vector<Task> tasks);
-  // Queues a task, unless it can go at once. Returns true if it can: the task then has room in the
-  // window, and the caller must send it.
+  // Queues a task, unless its server has room now. In that case returns true: the task counts in
+  // the window, and the caller must send it.
   bool AddOrTake(int priority, Task task);
-  // Puts back a task that was taken and is ready for its next stage.
+  // Puts a taken task back, once it is ready for its next stage.
   void Resume(Task task);
 
   // Blocks until there is a task (returns true) or Close was called (returns false).
   bool Take(Task* task);
 
-  // Records that `bytes` taken for `server` have arrived there. They wait for other workers.
+  // Records that `bytes` taken for `server` have arrived. Now they wait for other workers' values.
   void Deliver(int server, uint64_t bytes);
-  // Records that `server` has answered about `bytes`. May be called before their Deliver.
+  // Records that `server` has answered pushes of `bytes`. May be called before their Deliver.
   void Answer(int server, uint64_t bytes);
-  // Gives up `bytes` taken for `server`: they never arrive, or nobody needs to wait for them.
+  // Removes `bytes` taken for `server` from all counts, because they will never arrive, or their
+  // answer no longer matters.
   void Return(int server, uint64_t bytes);
 
-  // Empties the queues, and returns their tasks. Tasks that were taken stay taken.
+  // Empties the queues, and returns their tasks. Tasks that were taken are not affected.
   std::vector<Task> Clear();
   void Close();
 
@@ -110,8 +111,8 @@ class PushScheduler {
   void Update(int number) PS_REQUIRES(mu_);
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
-  // Whether to wake a thread for this server's first task. Avoids a wake-up for each partition of a
-  // large window. This is checked again whenever a partition leaves the window.
+  // Whether to wake a thread for this server's first task. Small room in a large window does not
+  // wake a thread for each partition; the next partition that leaves the window asks again.
   bool IsWorthWaking(const Server& server) const PS_REQUIRES(mu_);
   // Removes bytes from the window. Returns whether to wake a thread for the server's next task.
   bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);

@@ -36,7 +36,7 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
   return tasks;
 }
 
-// While it lives, Operation::AwaitWriters does not return.
+// Keeps Operation::AwaitWriters from returning, as long as this object lives.
 class Writing {
  public:
   // `operation` null: does nothing.
@@ -54,7 +54,7 @@ class Writing {
   Operation* const operation_;
 };
 
-// Queues partitions whose values are ready, once the round window admits them.
+// Queues partitions whose values are ready, once the round window admits their round.
 void Queue(const std::shared_ptr<PushScheduler>& scheduler, const OperationPtr& operation,
            std::vector<Task> tasks) {
   operation->tensor->window.PushOrHold(
@@ -208,8 +208,9 @@ void Pusher::Send(const Task& task, int track) {
 }
 
 bool Pusher::OffersPlaces(const Operation& operation) const {
-  // A sum that is kept must not be received into the caller's memory (Puller::PlaceFor). Pinned
-  // memory for a GPU is taken when the sum arrives: there may be less than all answers need.
+  // A sum that this worker keeps must not be received into the caller's memory (Puller::PlaceFor).
+  // Pinned memory for a GPU is taken only when the sum arrives, because there may be less than all
+  // sums in flight need.
   return context_->channel->RegistersMemory() && !context_->losses->keeps_sums() &&
          !operation.output_on_gpu();
 }
@@ -239,8 +240,8 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
     message.place = operation.Target(task.index);
     message.place_bytes = operation.Wanted(task.index).bytes;
   }
-  // Until the transport has sent the values they stay in the window, and `task` holds the operation
-  // and its pinned memory.
+  // The values stay in the window until the transport has sent them. Until then `task` holds the
+  // operation and its pinned memory.
   if (task.bytes > 0) {
     message.SetValues(
         SharedBytes::Borrow(const_cast<char*>(source), task.bytes,

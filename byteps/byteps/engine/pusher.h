@@ -18,7 +18,7 @@ namespace core {
 //                                     └───┘ send: when the copy is done
 //
 // A GPU tensor enters the scheduler when its values are ready, since a tensor that is still being
-// computed must not hold a window or the copy stream. A CPU tensor is sent from its own memory. A
+// computed must not occupy a window or the copy stream. A CPU tensor is sent from its own memory. A
 // streamed sum is sent from pinned memory, to which the calling thread has enqueued the copies.
 
 class Pusher {
@@ -36,12 +36,13 @@ class Pusher {
  private:
   // Queues or sends partitions whose values are ready.
   void AddReady(const OperationPtr& operation, std::vector<Task> tasks);
-  // Takes a task through as many stages as possible now. Never throws: fails the operation instead.
+  // Takes a task through as many stages as possible now. If a stage throws, fails the operation
+  // instead of throwing.
   void Advance(Task task, int track);
   void PrepareFromDevice(Task task, int track);
   void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
-  // Whether servers may learn the destinations of sums before they send the sums.
+  // Whether requests may tell servers the destinations of sums in advance.
   bool OffersPlaces(const Operation& operation) const;
   // Records a request, and sends it if `is_there` (otherwise the server is lost). Returns an error
   // or "".

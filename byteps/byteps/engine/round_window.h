@@ -17,9 +17,9 @@ namespace byteps {
 namespace core {
 
 // Admits as many rounds of a tensor as servers keep open. Later rounds wait until an earlier round
-// has ended, with success or not. A waiting round holds no thread, no server window and no pinned
-// memory. There is no deadlock: the oldest round that is open at any member is within every
-// member's window.
+// has ended, with success or not. A waiting round occupies no thread, no server window and no
+// pinned memory. Members cannot deadlock: the oldest round that any member has open is within the
+// window of every member.
 //
 // Thread-safe.
 class RoundWindow {
@@ -34,7 +34,7 @@ class RoundWindow {
 
   // Whether a round may be pushed now.
   bool Admits(uint32_t round) const {
-    // Signed: a failed round may be older than all that have not ended.
+    // The difference is signed: a round that failed may be older than every round in flight.
     return static_cast<int32_t>(round - *oldest_) < static_cast<int32_t>(size_);
   }
 

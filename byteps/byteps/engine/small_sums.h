@@ -14,12 +14,12 @@ namespace core {
 class SmallSums {
  public:
   SmallSums() = default;
-  // Hands the sums whose copies are not done to the driver, which frees them after the copies.
+  // Leaves sums whose copies are not done to the driver, which frees them after the copies.
   ~SmallSums();
   SmallSums(const SmallSums&) = delete;
   SmallSums& operator=(const SmallSums&) = delete;
 
-  // Adds a sum, and drops the oldest sums whose copies are done. `made`: the moment at which the
+  // Adds a sum, and drops the oldest sums if their copies are done. `made`: the moment at which the
   // copies of the added sum are done.
   void Add(const OperationPtr& operation, DeviceMoment made);
 

@@ -23,7 +23,7 @@ static_assert(StagedSum::kSmall <= kEnd, "a small sum is one chunk");
 // Growth of chunks, from either end to the middle. The next chunk is copied while links carry the
 // current one, which takes four times as long at 100 Gbit/s. Few chunks mean few driver calls.
 constexpr uint64_t kGrowth = 4;
-// Length of a block that neighbours share, so that a single call copies them.
+// Length of a memory block that several partitions share, so that one driver call copies them all.
 constexpr uint64_t kBlock = 64 << 20;
 // Limit for sends in flight after a failure. Afterwards they may send NaN.
 constexpr auto kMostToSend = std::chrono::seconds(1);
@@ -61,7 +61,7 @@ std::vector<uint64_t> ChunkLengths(uint64_t bytes) {
   return lengths;
 }
 
-// Whether both lie in one block of the pool.
+// Whether two partitions lie in the same block of the pool.
 bool AreOfOneBlock(const PinnedBlock& a, const PinnedBlock& b) {
   return !a.owner_before(b) && !b.owner_before(a);
 }
@@ -283,7 +283,7 @@ void StagedSum::BeginFail() {
 
 void StagedSum::Fail(std::chrono::steady_clock::time_point deadline) {
   ps::MutexLock lock(&mu_);
-  // Ended by the transport; deadline: kMostToSend for all failed operations together.
+  // The wait is ended by the transport; deadline: kMostToSend for all failed operations together.
   sent_.WaitUntil(&mu_, deadline, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
   for (const Chunk& chunk : chunks_) {
     if (chunk.is_copied) Spoil(chunk);  // otherwise its copy would overwrite this
@@ -342,11 +342,11 @@ void Engine::EndFailedStreams() {
   const std::vector<OperationPtr> ended = context_.streamed.TakeFailed();
   for (const auto& operation : ended) {
     operation->staged->BeginFail();
-    // Nobody waits for it on the host any more. So fail the job before the stream continues: then
+    // No host thread waits for a streamed sum. So the job fails before the stream continues, and
     // the next call of the host throws.
     if (operation->staged->is_awaited() && !failed()) Fail(operation->error());
   }
-  // One deadline for all.
+  // All operations share one deadline.
   const auto deadline = std::chrono::steady_clock::now() + kMostToSend;
   for (const auto& operation : ended) {
     operation->AwaitWriters();
@@ -357,8 +357,8 @@ void Engine::EndFailedStreams() {
 
 std::string Engine::Verdict(const OperationPtr& operation) {
   try {
-    // Callbacks of a failed device never come. Do not ask while a stream waits for a sum: the
-    // driver may block the caller.
+    // A failed device runs no callbacks, so this thread asks for its error. It does not ask while a
+    // stream waits for a sum, because the driver may block the caller.
     const int device = operation->request.tensor.device;
     if (device != kCpu && context_.streamed.empty()) DeviceCopies::Of(device)->Check();
   } catch (const Error& e) {

@@ -1,6 +1,6 @@
 // Sum of a GPU tensor that lies in pinned memory as a whole, from the copy to the host until the
-// copy back to the GPU. In between, the engine treats the sum as that of a CPU tensor: it pushes
-// from the pinned memory and receives into it. There are two kinds of staged sums.
+// copy back to the GPU. Between these copies the engine treats it like the sum of a CPU tensor: it
+// pushes from the pinned memory and receives into it. There are two kinds of staged sums.
 //
 // A streamed sum has any size. Streams wait for it, and no thread does:
 //
@@ -13,10 +13,10 @@
 // all streams are idle, and blocks every thread that enqueues a copy. A sum that needed such a copy
 // would deadlock. Copies that were enqueued before proceed, and so do callbacks of the driver.
 //
-// A small sum is the only operation in flight. The thread that calls PushPull copies it as a whole
-// with a call or two of the driver, before PushPull returns; the waiting thread copies it back when
-// the sum has arrived. So no engine thread has to be woken for a copy: to wake one would take as
-// long as several partitions take on a fast link.
+// A sum is treated as small if no other operation is in flight. The thread that calls PushPull
+// copies the whole tensor with one or two driver calls, before PushPull returns; the thread that
+// waits for the sum copies it back. So no engine thread has to be woken for a copy, which would
+// take as long as sending several partitions over a fast link.
 #ifndef BYTEPS_ENGINE_STAGED_SUM_H_
 #define BYTEPS_ENGINE_STAGED_SUM_H_
 
@@ -58,13 +58,13 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Enqueues the copies to the host. The driver's thread calls `copied` for each copied part, with
   // a range of Plan::Layout::order. `copied` must not block, and must keep the operation alive.
   void CopyToHost(const DeviceMoment& ready, const std::function<void(size_t, size_t)>& copied);
-  // Copies a small sum whose values are ready. Returns true if the copy is done. Returns false if
-  // the copy takes too long to wait for it: the driver's thread then calls `copied`.
+  // Copies a small sum whose values are ready. Returns true if the copy is done. If the copy takes
+  // long, returns false, and the driver's thread calls `copied` later.
   bool CopyToHostNow(const std::function<void()>& copied);
   // Whether the values of any partition were copied to the host, and so can be pushed.
   bool has_copied() const { return has_copied_; }
-  // Returns a guard to hold while the memory is being sent. Returns null if the sum has failed: do
-  // not send then.
+  // Returns a guard to hold while the memory is being sent. Returns null if the sum failed: do not
+  // send.
   std::shared_ptr<void> BeginSend();
   // Records that a partition's sum has arrived in the partition's pinned memory.
   void Arrive(uint64_t index);
@@ -76,7 +76,7 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   DeviceMoment CopyBack(DeviceStream stream);
   // Whether CopyToDevice was called.
   bool is_awaited() const { return is_awaited_; }
-  // Never returns the memory to the pool.
+  // Keeps the memory out of the pool for ever.
   void KeepMemory() const;
   // Makes later calls of BeginSend return null, because the operation has failed.
   void BeginFail();

@@ -13,7 +13,7 @@
 namespace byteps {
 namespace core {
 
-// A tensor that this worker sums, as the servers know it. Only the atomics and `running` change.
+// A tensor that this worker sums, as declared to the servers. Only atomics and `running` change.
 struct Tensor {
   uint64_t job = 0;  // number of the Declarations object that made the tensor
   Declaration declaration;

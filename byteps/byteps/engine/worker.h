@@ -40,8 +40,8 @@ class Worker {
              std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses);
 
   // Waits for operations in flight (BYTEPS_PEER_TIMEOUT_S at most), leaves the job, and closes the
-  // channel. Does nothing if the worker was not started. `suspend`: the worker will come back.
-  // `failure`: why this process ends, or "" if its work is done.
+  // channel. Does nothing if the worker was not started. `suspend`: the worker will join again.
+  // `failure`: the reason if this process ends without having done its work, otherwise "".
   void Stop(bool suspend, const std::string& failure = "");
 
   // Call at the end of the process. Waits for operations in flight, and registers Stop as an exit
@@ -58,8 +58,8 @@ class Worker {
   // Whether the job failed. If so, only Stop may be called.
   bool failed();
 
-  // Throws Error if the job failed. For callers that never wait for a sum themselves, because
-  // streams wait.
+  // Throws Error if the job failed. For callers that never wait for a sum on the host, because
+  // streams wait for it.
   void Check() { Started()->Check(); }
 
   // Whether streams wait for this sum. Throws UsageError if there is no such handle.
@@ -86,17 +86,17 @@ class Worker {
   // whether the sum has arrived.
   bool Poll(int64_t handle);
 
-  // Blocks until the sum has arrived, and then returns true. Returns false after `limit`. If the
-  // sum has arrived, drops the handle, and makes `stream` wait until the sum is on the GPU. Throws
-  // Error if the sum failed, once nothing writes into its output any more, and UsageError if there
-  // is no such handle. The transport may read the input of a failed sum until Stop has returned.
+  // Blocks until the sum has arrived, and then returns true. Returns false after `limit`. In the
+  // first case, drops the handle, and makes `stream` wait until the sum is on the GPU. If the sum
+  // failed, throws Error, once no thread writes into its output. Throws UsageError if there is no
+  // such handle. The transport may read the input of a failed sum until Stop has returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
   // Blocks until the operation has ended, with success or not, for at most `limit`. Returns whether
   // it has ended. Keeps the handle.
   bool AwaitEnd(int64_t handle, std::chrono::nanoseconds limit);
 
-  // For streamed sums: enqueues in `stream` the wait for the sum and the copies to its tensor, and
-  // drops the handle. Throws as WaitFor does, if the sum is known to have failed.
+  // For streamed sums: enqueues in `stream` a wait for the sum and the copies to its tensor, and
+  // drops the handle. If the sum is known to have failed, throws like WaitFor.
   Landing Land(int64_t handle, DeviceStream stream);
 
   // Calls `then` as soon as Poll returns true, which may be at once. A thread of the engine makes

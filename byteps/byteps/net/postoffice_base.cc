@@ -19,7 +19,7 @@ void Postoffice::Start(const NetSettings& settings, int customer_id) {
   try {
     van_->Start(customer_id, false);
   } catch (...) {
-    // Stops what has started, so that the caller may try again.
+    // The parts that have started are stopped, so that the caller may try again.
     Finalize(customer_id, false);
     throw;
   }

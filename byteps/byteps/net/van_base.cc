@@ -30,8 +30,8 @@ const int Meta::kEmpty = std::numeric_limits<int>::max();
 
 namespace {
 
-// Warns once if a name that others use leads to this machine only: Debian's /etc/hosts maps a
-// machine's own name to 127.0.1.1. `remedy`: what to do.
+// Logs one warning if a name leads other machines to themselves: Debian's /etc/hosts maps a
+// machine's own name to 127.0.1.1. `remedy`: advice for the user.
 void WarnOfLoopback(const std::string& name, const std::string& remedy) {
   static std::atomic<bool> warned{false};
   if (IsNumeric(name) || name.find("localhost") != std::string::npos) return;
@@ -163,7 +163,7 @@ void Van::Stop() {
     exit.meta.control.cmd = Control::TERMINATE;
     exit.meta.recver = node().id;
     SendMsg(exit);
-    // Ended by the thread's end, since it was told to stop; deadline: none.
+    // The thread was told to stop, so this wait is ended by its return; deadline: none.
     receiver_thread_->join();
     receiver_thread_.reset();
   }
@@ -203,7 +203,7 @@ void Van::Receiving() {
         membership_->Handle(msg);
       }
     } catch (const std::exception& e) {
-      // Drops only the sender; the other nodes are unaffected.
+      // Only the sender's connection is dropped; the other nodes are unaffected.
       BPS_LOG(WARNING) << "a message of node " << msg.meta.sender
                        << " could not be handled: " << e.what();
       Disconnect(msg.meta.sender);

@@ -240,14 +240,14 @@ std::string Tracer::Json() const {
 
 void Tracer::Run() {
   ps::MutexLock lock(&mu_);
-  // Ended by the last round or by End; deadline: none, an idle thread's.
+  // The wait is ended by the last round or by End; deadline: none, an idle thread's.
   cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return ended_ || has_last_; });
   size_t before = 0;
   while (!ended_) {
     const size_t now = rows_.size() + slices_.size() + dropped_;
     if (now == before) Write();
     before = now;
-    // Ended by End; deadline: the next look.
+    // The wait is ended by End; deadline: the next look.
     cond_.WaitFor(&mu_, kQuiet, [this]() PS_REQUIRES(mu_) { return ended_; });
   }
 }
@@ -259,7 +259,7 @@ void Tracer::End() {
     ended_ = true;
   }
   cond_.NotifyAll();
-  // Ended by the end of its thread, which was told; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 

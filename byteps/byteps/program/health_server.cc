@@ -86,7 +86,7 @@ HealthServer::HealthServer(const std::string& path, std::function<std::string()>
 HealthServer::~HealthServer() {
   const uint64_t one = 1;
   if (write(wake_, &one, sizeof(one)) < 0 && errno != EAGAIN) abort();
-  // Ended by the thread's end, since it was told to stop; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   thread_.join();
   unlink(path_.c_str());
   close(listener_);
@@ -96,7 +96,7 @@ HealthServer::~HealthServer() {
 void HealthServer::Run() {
   while (true) {
     pollfd items[2] = {{listener_, POLLIN, 0}, {wake_, POLLIN, 0}};
-    // Ended by a question or the destructor; deadline: none, an idle thread's.
+    // The wait is ended by a question or the destructor; deadline: none, an idle thread's.
     if (poll(items, 2, -1) < 0) continue;
     if (items[1].revents != 0) return;
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);

@@ -57,7 +57,7 @@ bool Parent::HasEnded() const {
   while (getppid() == pid_) {
     const auto waited = std::chrono::steady_clock::now() - start;
     if (waited >= kEndingLimit || (waited >= kLimit && !IsEnding(pid_))) return false;
-    // Ended by the end of the parent; deadline: kEndingLimit.
+    // The wait is ended by the end of the parent; deadline: kEndingLimit.
     std::this_thread::sleep_for(kLook);
   }
   return true;

@@ -29,8 +29,8 @@ class Parent {
   // Describes this process's end: "stopped: worker 0, which started it, was lost".
   std::string How() const;
 
-  // Removes the log, and its folder if that was the last file: nobody reads the log of a process
-  // that ended with its parent.
+  // Removes the log, and the folder if it is then empty. Nobody reads the log of a process that
+  // ended with its parent.
   void RemoveLog() const;
 
   // Ends this process, which has not joined a job, and removes the log.

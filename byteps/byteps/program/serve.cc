@@ -44,12 +44,12 @@ namespace {
 
 // A node counts as silent after two missed heartbeats.
 constexpr double kMissedHeartbeats = 2.5;
-// Pause before a server that outlived a job joins the next: a job may fail as soon as it is joined.
+// Pause before a server that outlived a job joins the next job, which may fail at once.
 constexpr auto kRejoinPause = std::chrono::milliseconds(50);
-// Time for the process, after a second signal, to tell the others why.
+// Seconds that this process has after a second signal, to tell the other nodes why it ends.
 constexpr unsigned kSecondSignalSeconds = 3;
 // Signals within this time count as one: a service manager signals each process, and server.sh
-// forwards its own.
+// forwards its own signal too.
 constexpr int64_t kOneOrderNs = 1'000'000'000;
 constexpr int64_t kLookMs = 10'000;
 // Time that the end of the process waits for a slow reader of the log.
@@ -126,7 +126,7 @@ class EndsWhileJoining {
   ~EndsWhileJoining() {
     joined_ = true;
     Wake();
-    // Ended by Wake above; deadline: none.
+    // The wait is ended by Wake above; deadline: none.
     thread_.join();
   }
   EndsWhileJoining(const EndsWhileJoining&) = delete;
@@ -210,15 +210,15 @@ class HealthReport {
   SumServer* server_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
-// Sleeps until the job has an outcome or a signal came. The scheduler regularly logs who is
-// missing.
+// Sleeps until the job has an outcome or a signal came. Meanwhile the scheduler regularly logs
+// which nodes are missing.
 void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) {
   while (true) {
     int limit_ms = -1;
     if (role == Role::kScheduler) {
       const auto now = JobLog::Clock::now();
       const auto pause = log->Look(session->View(), now) - now;
-      // Another event may make the next look due earlier.
+      // Another event may require the next look at an earlier time.
       limit_ms = static_cast<int>(std::min<int64_t>(
           std::chrono::duration_cast<std::chrono::milliseconds>(pause).count() + 1, kLookMs));
     }
@@ -230,8 +230,9 @@ void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) 
   }
 }
 
-// After the job's end, stays until spare servers, which ask for a place several times a second,
-// have learned of the end. If the scheduler were gone they would wait for another one.
+// After the job's end, the scheduler stays until spare servers have learned of the end. These ask
+// several times a second whether they may replace a lost server. If the scheduler were gone, they
+// would wait for another scheduler.
 void AnswerSpares(const Config& config, Outcome* outcome) {
   constexpr auto kLastAnswers = std::chrono::seconds(1);
   {
@@ -296,7 +297,7 @@ class Node : public ChannelUser {
       outcome_->file = event.file;
       outcome_->line = event.line;
     }
-    // The scheduler stays for workers that come back.
+    // After a suspended job the scheduler stays, because the workers will return.
     if (event.kind == ps::MembershipEvent::kEnded && !(is_scheduler && event.suspended)) {
       outcome_->ended = true;
       outcome_->suspended = event.suspended;
@@ -329,7 +330,7 @@ class ToldToEnd : public StopOrder::Process {
   bool AllArrived() override { return session_->AllArrived(); }
   bool IsHurried() override { return is_hurried; }
   StopOrder::Duration Now() override { return std::chrono::steady_clock::now().time_since_epoch(); }
-  // Ended by the time; deadline: StopOrder's.
+  // The wait is ended by the time; deadline: StopOrder's.
   void Sleep(StopOrder::Duration duration) override { std::this_thread::sleep_for(duration); }
 
  private:
@@ -338,8 +339,8 @@ class ToldToEnd : public StopOrder::Process {
   Outcome* const outcome_;
 };
 
-// Handles a signal to stop: waits for the workers, and fails the job if they stay, so that all
-// nodes learn why.
+// Handles a signal to stop: waits until the workers have left. If they stay too long, fails the
+// job, so that all nodes get the reason.
 void EndByOrder(const Config& config, const Parent& parent, SumServer* server, Session* session,
                 Outcome* outcome) {
   if (caught_signal == kParentEnded) {  // reductions without the parent's rank will never complete

@@ -48,7 +48,8 @@ std::string StopOrder::Await() {
   const bool drained = WaitUntil(process_->Now() + std::min<Duration>(limit, kDrainLimit),
                                  [&] { return !process_->HasOpenSums(); });
   if (drained) {
-    // A worker that learns of the end before its sum has arrived would fail.
+    // All answers must arrive first: if a worker learned of the end before its sum has arrived, the
+    // worker would fail.
     WaitUntil(process_->Now() + kArrivalLimit, [&] { return process_->AllArrived(); });
   }
   if (process_->IsOver()) return "";

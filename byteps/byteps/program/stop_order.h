@@ -8,8 +8,8 @@
 namespace byteps {
 namespace core {
 
-// Waits for the job's workers. A cluster manager stops all processes of a job at once, and workers
-// that save a checkpoint need scheduler and servers until it is written.
+// Makes a process that was told to stop wait for the job's workers. A cluster manager stops all
+// processes at once, and workers that save a checkpoint need scheduler and servers until then.
 class StopOrder {
  public:
   using Duration = std::chrono::steady_clock::duration;
@@ -22,7 +22,7 @@ class StopOrder {
     virtual bool IsOver() = 0;
     // Returns whether the job has begun and has workers.
     virtual bool HasWorkers() = 0;
-    // Returns whether a sum is open: only some workers have pushed.
+    // Returns whether some workers, but not all, have pushed a sum.
     virtual bool HasOpenSums() = 0;
     // Returns whether peers have received everything that was sent.
     virtual bool AllArrived() = 0;

@@ -14,7 +14,7 @@
 namespace byteps {
 namespace core {
 
-// Says how an Accumulator adds pushes.
+// Rules by which an Accumulator adds pushes.
 struct AdditionRule {
   bool in_order = false;      // adds in the order of ranks, not of arrival
   bool wide_float32 = true;   // adds more than two fp32 values in fp64
@@ -38,8 +38,8 @@ class Accumulator {
   void Take(const Declaration& declaration, const AdditionRule& rule, size_t member,
             SharedBytes values, Scratch* scratch);
 
-  // Ends the sum without the pushes that are missing. At least one push must have come. An average
-  // is taken over the pushes that came; a sum is scaled as if all members had pushed (reducer.h).
+  // Ends the sum although some pushes are missing. At least one push must have been added. An
+  // average is over the pushes that were added; a sum is scaled as if all members had pushed.
   void Close(const Declaration& declaration, const AdditionRule& rule, Scratch* scratch);
 
   // Replaces the sum by a sum that another server has computed.

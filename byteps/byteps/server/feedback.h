@@ -17,8 +17,8 @@ namespace core {
 // Whether a request moves rounding errors: LOAD_STATE or READ_STATE of a tensor without a rule.
 bool MovesFeedback(int op, const Declaration& declaration);
 
-// Serves a request that passed HasForm. No sum of the partition can complete meanwhile, since a
-// member reads after it has the answer to its last push, and loads before its next push.
+// Serves a request that passed HasForm. No sum of the partition can complete at that time, since a
+// member reads only after it has the answer to its last push, and loads before its next push.
 void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
                   int64_t received);
 

@@ -19,7 +19,7 @@
 namespace byteps {
 namespace core {
 
-// A partition of a tensor, which is summed by itself.
+// A partition of a tensor. Each partition is summed separately.
 struct Partition : std::enable_shared_from_this<Partition> {
   std::shared_ptr<const DeclaredTensor> tensor;
   uint64_t key = 0;
@@ -27,7 +27,7 @@ struct Partition : std::enable_shared_from_this<Partition> {
   size_t thread = 0;  // number of its SumThread, whose lock guards all members below
   std::unique_ptr<PartitionState> state;  // null if the tensor has no rule
   std::vector<uint16_t> lost;  // rounding errors of the last sum, for blocks with feedback
-  // While a loss policy holds the partition, no request is served. The partition then collects
+  // Whether a loss policy holds the partition. No request is then served: the partition collects
   // requests, with their time of arrival (SumThread::ServeHeld), and ranks that release the tensor
   // (Rounds::LetGo).
   bool is_held = false;

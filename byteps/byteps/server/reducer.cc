@@ -40,7 +40,7 @@ struct Half {
 struct BFloat16 : Half<BFloat16>, BFloat16Words {};
 struct Float16 : Half<Float16>, Float16Words {};
 
-// Whether a fused multiply-add is an instruction, not a function call.
+// Whether the CPU has an instruction for a fused multiply-add; otherwise it is a function call.
 inline bool HasFma() {
 #if defined(__x86_64__) && defined(__GNUC__)
   return __builtin_cpu_supports("fma");
@@ -60,8 +60,8 @@ BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
   if ((divisor & (divisor - 1)) == 0) {
     return loop([inverse](A v) BYTEPS_INLINE { return v * inverse; });
   }
-  // For divisors of up to 21 bits, no quotient is so close to the midpoint of two numbers that the
-  // correction's remaining error could change the rounding.
+  // This holds for divisors of up to 21 bits: their quotients are never so close to the midpoint of
+  // two numbers that the remaining error of the correction could change the rounding.
   if (HasFma() && divisor < (1 << 21)) {
     return loop([d, inverse](A v) BYTEPS_INLINE {
       const A q = v * inverse;
@@ -83,7 +83,7 @@ BYTEPS_INLINE inline void AddLoop(void* __restrict sum, const void* __restrict i
 }
 
 // The arithmetic of half types fills a core's reorder window, so that loads would start late. So
-// prefetch, block by block.
+// the loop prefetches, block by block.
 constexpr size_t kBlock = 256;
 constexpr size_t kAhead = 2 * kBlock;
 constexpr size_t kLine = 64;
@@ -94,7 +94,7 @@ BYTEPS_INLINE inline void FetchAhead(const void* p, size_t begin, size_t size) {
   for (size_t i = 0; i < kBlock * size; i += kLine) __builtin_prefetch(next + i);
 }
 
-// Two elements of a half type, converted in place within their word: no shuffles are needed.
+// Two elements of a half type, converted in place within their word, so no shuffles are needed.
 template <typename E>
 struct Pair {
   float low, high;
@@ -271,7 +271,7 @@ BYTEPS_SCALE(Float16, float)
 
 const char* InstructionSet() {
 #ifdef BYTEPS_CHOOSES_CLONES
-  // Same order as the dispatch of the clones.
+  // The checks are in the same order as those of the dispatcher of clones.
   if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
   if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
 #endif

@@ -11,10 +11,10 @@
 //   more:         WideBegin(wide, first, second), WideAdd(wide, third) ..., and
 //                 WideEnd(last, wide)                     last is the sum
 //
-// Every pass adds values that have just arrived; no pass only converts. Counts are in elements.
-// Values need no alignment, and must not overlap. A divisor of 1 gives the sum; a divisor of the
-// group's size gives the average. Averages are rounded as by division (subnormal fp32 quotients may
-// differ by 2^-149). Averages of integers are rounded towards minus infinity, as by
+// Every pass adds values that have just arrived; there is no pass that only converts. Counts are in
+// elements. Values need no alignment, and must not overlap. A divisor of 1 gives the sum; a divisor
+// of the group's size gives the average. Averages are rounded as by division (subnormal fp32
+// quotients may differ by 2^-149). Averages of integers are rounded towards minus infinity, as by
 // torch.floor_divide.
 #ifndef BYTEPS_SERVER_REDUCER_H_
 #define BYTEPS_SERVER_REDUCER_H_

@@ -27,7 +27,7 @@ struct Caller {
   uint32_t offset = 0;
   uint32_t bytes = 0;
   bool keeps = false;  // the worker keeps the sum until all members have it
-  // Times (SteadyNs) at which the worker's push arrived, was taken by a thread, and was added.
+  // Times (SteadyNs) at which the push arrived, a thread took it, and its values were added.
   int64_t received = 0;
   int64_t taken = 0;
   int64_t added = 0;

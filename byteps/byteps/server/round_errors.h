@@ -17,7 +17,7 @@ namespace core {
 // MostRoundsOpen rounds older.
 uint32_t MostRoundsKept(const Declaration& declaration);
 
-// Error for a push of a round that this server neither keeps nor can begin.
+// Returns the error for a push of a round that this server no longer has, or cannot begin yet.
 std::string OutOfReach(const Partition& partition, int rank, uint32_t number);
 
 // Error of a round that is past its deadline.

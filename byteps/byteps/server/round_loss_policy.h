@@ -24,8 +24,8 @@ struct AnswerNotes {
   const std::string& Of(const Caller& caller) const { return caller.keeps ? to_keep : lacks; }
 };
 
-// Decides about the rounds of one SumThread when a node is lost. This policy fails the rounds that
-// miss the push of a lost worker; recovery/server has a policy that lets rounds go on.
+// Decides about the rounds of one SumThread when a node is lost. This base class fails the rounds
+// in which a lost worker's push is missing; the policy in recovery/server continues them.
 //
 // Called by the same threads, and with the same lock held, as Rounds. Functions on the path of a
 // request may fail rounds, but must not drop them.
@@ -54,7 +54,7 @@ class RoundLossPolicy {
   // Returns whether the update by the summed gradients has to wait. If so, the policy calls
   // Rounds::Update later.
   virtual bool Holds(Partition* /*partition*/, Round* /*round*/) { return false; }
-  // Returns what to add to the answers of a round. Called before its callers are answered.
+  // Returns notes to add to the answers of a round. Called before its callers are answered.
   virtual AnswerNotes Describe(Round* /*round*/) { return {}; }
   // Called when a round is dropped, after all members were answered.
   virtual void OnOver(Partition* /*partition*/, Round* /*round*/) {}

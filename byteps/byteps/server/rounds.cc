@@ -262,7 +262,7 @@ void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point dead
 // ------------------------------------------------------------------ failures
 
 void Rounds::Fail(Partition* partition, Round* round, const std::string& reason) {
-  // May throw for lack of memory; the caller then calls again.
+  // This line may throw for lack of memory; the caller then calls this function again.
   round->failure = reason;
   context_->TraceRound(*partition, *round, false);
   round->AnswerCallers([&](const Caller& caller) {
@@ -439,7 +439,7 @@ void Rounds::FailRoundOf(Partition* partition, const Message& message, const std
   const bool is_push = op != kLoadState && op != kReadState && op != kStep;
   Round* const round = partition->Find(HeaderOf(message).round);
   if (!is_push || round == nullptr) return context_->Refuse(message, reason);
-  // A round that is done may have answered some members: they must not get a second answer.
+  // If the round is done, some members may have been answered: they must not get a second answer.
   const int member = partition->declaration().MemberIndex(message.peer);
   const bool waits = std::any_of(
       round->callers.begin(), round->callers.end(),

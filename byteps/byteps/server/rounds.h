@@ -27,12 +27,13 @@ class SumThread;
 // The rounds of the partitions that one thread serves.
 //
 // A worker numbers its pushes of a tensor. A round is complete when every member of the tensor's
-// group has pushed it. Rounds never mix, however far a worker is ahead of the others.
+// group has pushed it. A round never gets values of another round, however far a worker is ahead of
+// others.
 //
 // An operation may fail on a single worker before all its partitions were pushed. So every push
-// says which rounds have ended at its worker (PushHeader::oldest). GiveUpBefore, and no other
-// function, gives up those of these rounds that the worker has not pushed. The other members then
-// get an error, and only this error is kept, for members that push later.
+// says which rounds have ended at its worker (PushHeader::oldest). If the worker has not pushed
+// such a round, GiveUpBefore fails the round; no other function does. Members that have pushed get
+// an error, and the error is kept for members that push later.
 //
 // A RoundLossPolicy decides about rounds when a node is lost.
 //
@@ -103,8 +104,8 @@ class Rounds {
   void EndWith(Partition* partition, Round* round, SharedBytes sum);
   // Frees the memory of pushes.
   void Clear(Round* round) { round->accumulator.Clear(&scratch_); }
-  // Call when a partition is no longer held. Handles the releases that came while it was held,
-  // unless it is held again.
+  // Call when a partition is no longer held. Handles the releases that arrived while the partition
+  // was held, unless it is held again.
   void LetGo(Partition* partition);
 
  private:
@@ -118,12 +119,12 @@ class Rounds {
   Round* Admit(Partition* partition, const Message& message);
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
-  // Ends a round. All its pushes that will come are summed.
+  // Ends a round in which all expected pushes have been added.
   void EndSummed(Partition* partition, Round* round);
   void Finish(Partition* partition, Round* round);
   AdditionRule RuleOf(Partition* partition, Round* round, Chance* chance) const;
-  // Gives up rounds before `number` that the member of `rank` has not pushed. They have failed at
-  // this member, which will neither push them nor ask for them again. Drops no round.
+  // Fails rounds before `number` that the member of `rank` has not pushed. These rounds have failed
+  // at this member, which will neither push them nor ask for them again. Keeps all rounds.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
   // Refuses a push of a tensor that another member has released. Returns false if no member has
   // released the tensor.

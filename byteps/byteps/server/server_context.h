@@ -29,7 +29,7 @@ struct ServerContext {
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
               const SharedBytes* values = nullptr, const std::string& note = "");
   void Refuse(const Message& request, const std::string& error);
-  // Refuses an op that this version does not know.
+  // Refuses a request whose op this version does not know.
   void RefuseUnknown(const Message& request);
 
   // Records a round's pushes in the timeline. `answered`: whether their callers are answered now,

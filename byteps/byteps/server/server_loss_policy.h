@@ -14,10 +14,8 @@ namespace core {
 
 class SumServer;
 
-// Decides what a server does when another node is lost. With this policy rounds fail, and the job
-// ends; recovery/server has a policy that lets the job go on.
-//
-// Thread-safe after Attach.
+// Decides what a server does when another node is lost. In this base class rounds fail, and the job
+// ends; the policy in recovery/server continues the job.
 class ServerLossPolicy {
  public:
   virtual ~ServerLossPolicy() = default;
@@ -42,15 +40,15 @@ class ServerLossPolicy {
   // Returns whether a message from another server may have values.
   virtual bool ExpectsOfServer(const MessageHead& /*head*/) { return false; }
   virtual void OnServerMessage(Message* /*message*/) {}
-  // Serves a request that only the policy knows and that is about no partition. Returns false if
-  // the request is none of these.
+  // Serves a request that is about no partition, and that only this policy knows. Returns false for
+  // all other requests.
   virtual bool Serve(Message* /*message*/) { return false; }
   // Takes over a request that has to wait for its tensor. Returns false if the request need not
   // wait.
   virtual bool Holds(const DeclaredTensor& /*tensor*/, Message* /*message*/) { return false; }
   // Called when a partition is made, with the server's lock held.
   virtual void OnMade(const std::shared_ptr<Partition>& /*partition*/) {}
-  // Whether a tensor without holders may be freed. Called with the server's lock held.
+  // Whether a tensor that no worker uses may be freed. Called with the server's lock held.
   virtual bool MayFree(const DeclaredTensor& /*tensor*/) { return true; }
   // copies_state: whether servers hold copies of each other's state. has_copy: whether a complete
   // copy of this server's state exists.

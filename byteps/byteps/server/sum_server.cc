@@ -222,7 +222,7 @@ void SumServer::OnRequest(Message* message) {
   if (losses_->Holds(*tensor, message)) return;
   if (partition == nullptr) {
     ps::WriterLock lock(&mu_);
-    // The tensor may have been freed meanwhile.
+    // The tensor may have been freed since the request's declaration was looked up.
     if (tensors_.count(key - index) > 0) partition = FindOrMake(tensor, key);
   }
   if (partition == nullptr) return context_.Refuse(*message, Refusal(*message, nullptr, index));
@@ -368,7 +368,7 @@ void SumServer::DropHolds(const std::set<int>& ranks, bool may_return) {
     std::vector<TensorPtr> unused;
     for (const auto& [key, tensor] : tensors_) {
       for (const int rank : ranks) tensor->SetHold(rank, false);
-      // A tensor that no member has released is kept for those that return.
+      // If no member has released the tensor, it is kept for absent workers that may return.
       const bool is_over = !may_return || tensor->released_by >= 0;
       if (tensor->holders == 0 && is_over) unused.push_back(tensor);
     }

@@ -1,4 +1,4 @@
-// The server: adds what workers push, and answers with the sums.
+// The server: adds the values that workers push, and answers with the sums.
 //
 // Threads of the channel check each request against the declaration of the request's tensor. Each
 // partition belongs to an engine thread (SumThread), which keeps the partition's rounds (Rounds).
@@ -34,7 +34,7 @@ namespace core {
 
 class SumServer {
  public:
-  // `channel` outlives this. `losses` decides what happens when another node is lost.
+  // `channel` must outlive this object. `losses` decides what happens when another node is lost.
   SumServer(const Config& config, Channel* channel,
             std::unique_ptr<ServerLossPolicy> losses = std::make_unique<ServerLossPolicy>());
   // Joins the threads; unanswered requests stay unanswered. Writes the timeline.
@@ -48,8 +48,8 @@ class SumServer {
   // Returns the counters since the server was made, and the current gauges. Thread-safe.
   std::vector<Metric> Metrics();
 
-  // Returns a packed StatusRecord for the scheduler. It names the workers that were late since the
-  // last call.
+  // Returns a packed StatusRecord for the scheduler. It names the workers that others have waited
+  // for since the last call.
   std::string Report();
 
   // Number of sums that only some members have pushed. Thread-safe.
@@ -76,8 +76,7 @@ class SumServer {
 
   // ----- for the loss policy
 
-  // Return the declared tensor, or the partition that was pushed, with this key; null if there is
-  // none.
+  // Return the declared tensor, or the pushed partition, with this key; null if there is none.
   std::shared_ptr<const DeclaredTensor> FindTensor(uint64_t key);
   std::shared_ptr<Partition> FindPartition(uint64_t key);
   // Makes the partition of this key, if its tensor is declared.
@@ -87,8 +86,8 @@ class SumServer {
   // Makes new partitions of a tensor begin with round `round`. Returns false if they begin with
   // this or a later round already, or if the tensor does not exist.
   bool SetFirstRound(uint64_t key, uint32_t round);
-  // Makes the workers of these ranks hold no tensors any more: they have left or, with
-  // `may_return`, are absent. Frees tensors without holders, if the policy allows it.
+  // Records that the workers of these ranks use no tensor any more: they have left or, with
+  // `may_return`, are absent. Frees tensors that no worker uses, if the policy allows it.
   void DropHolds(const std::set<int>& ranks, bool may_return);
 
  private:
@@ -100,8 +99,8 @@ class SumServer {
   void OnRelease(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
-  // Frees a tensor if it has no holders and will get none. Adds the releases that can be answered
-  // now to `owed`.
+  // Frees a tensor if no worker uses it, or can still begin to use it. Adds the releases that can
+  // be answered now to `owed`.
   void FreeIfUnused(const TensorPtr& tensor, Owed* owed) PS_REQUIRES(mu_);
   void AnswerReleases(const Owed& owed);
   // Handles a request about a partition.
@@ -111,7 +110,7 @@ class SumServer {
   std::shared_ptr<Partition> FindOrMake(const TensorPtr& tensor, uint64_t key) PS_REQUIRES(mu_);
   // Called when a thread has freed a partition.
   void OnFreed(const Partition& partition);
-  // Returns an error "server 0 is out of memory: ...", which also says what the request wanted.
+  // Returns an error "server 0 is out of memory: ...", which also names the purpose of the request.
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
   ServerContext context_;

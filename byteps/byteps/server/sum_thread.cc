@@ -22,20 +22,20 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Largest partition that the receiving thread adds itself: its values are in that core's cache, and
-// waking another thread would take as long. Not more, since the thread has to receive. Less for
-// blocks and optimizer steps, which take longer.
+// Largest partition, in bytes, that the receiving thread adds itself: the values are in its core's
+// cache, and to wake another thread would take as long. Larger partitions would keep it from
+// receiving. The second limit is for blocks and optimizer steps, which take longer.
 constexpr size_t kServedHere = 128 << 10;
 constexpr size_t kFewServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
-// Pause before the next attempt if memory was too short to fail late rounds.
+// Pause before the next attempt, if there was too little memory to fail late rounds.
 constexpr auto kLookAgain = std::chrono::milliseconds(100);
-// Longest grace after this process stood still. Shorter than the workers' (engine/staged_sum.cc),
-// which do not know who is late.
+// Longest extra time for pushes after this process stood still. It is shorter than the workers'
+// extra time (engine/staged_sum.cc), because servers know which workers are late.
 constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
 
-// Returns the time until which no round is late: after a pause of this process (base/process.h),
-// pushes may still lie in its sockets.
+// Returns the time until which no round counts as late: after this process stood still
+// (base/process.h), pushes may lie unread in its sockets.
 Rounds::Clock::time_point EndOfGrace(const ps::StallWatch::Stall& stall) {
   return stall.ended + std::min(stall.length, kMostGrace);
 }
@@ -58,7 +58,7 @@ SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_
 
 SumThread::~SumThread() {
   queue_.Close();
-  // Ended by the close of the queue; deadline: none.
+  // The wait is ended by the close of the queue; deadline: none.
   thread_.join();
 }
 
@@ -114,7 +114,7 @@ void SumThread::Run() {
     Clock::time_point look;
     {
       ps::MutexLock lock(&mu_);
-      // Queued requests may complete late rounds: serve them first.
+      // Queued requests may complete late rounds, so they are served first.
       const bool is_told = queue_.Size() > 0 || FailLate(Clock::now());
       look = is_told ? NextLook() : Clock::now() + kLookAgain;
       looks_at_ = look;
@@ -157,7 +157,7 @@ bool SumThread::ServeHere(Task* task) {
     try {
       Queue(Task());
     } catch (const std::bad_alloc&) {
-      // The next request that is served here tries again.
+      // The next request that this thread serves will schedule the check again.
       ps::MutexLock lock(&mu_);
       looks_at_ = kNever;
     }

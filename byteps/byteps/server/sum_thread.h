@@ -29,7 +29,7 @@ namespace core {
 // would take longer.
 class SumThread {
  public:
-  // Returns an error "server 0 is out of memory: ...", which also says what the request wanted.
+  // Returns an error "server 0 is out of memory: ...", which also names the purpose of the request.
   using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
 
   // `freed`: see Rounds::Free. `losses` makes the policy of the rounds.
@@ -49,8 +49,8 @@ class SumThread {
   void Free(std::vector<std::shared_ptr<Partition>> partitions);
   // Fails the open rounds of a tensor.
   void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
-  // Runs `work` after all queued tasks. If memory was too short, and `work` may be repeated, runs
-  // it again.
+  // Runs `work` after all queued tasks. If there was too little memory for it, and
+  // `may_be_repeated`, runs it again.
   void Call(std::function<void()> work, bool may_be_repeated = false);
 
   // ----- only within a task of this thread
@@ -62,7 +62,7 @@ class SumThread {
   void Survive(const Work& work, const Failed& failed) noexcept {
     reserve_.Survive(work, failed);
   }
-  // Serves the requests that came while a partition was held. Stops if the partition is held again.
+  // Serves the requests that arrived while a partition was held, until it is held again.
   void ServeHeld(Partition* partition) PS_NO_THREAD_SAFETY_ANALYSIS;
 
   size_t queued() { return queue_.Size(); }
@@ -88,7 +88,7 @@ class SumThread {
   // Answers the workers that wait for a failed task.
   void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
   // Fails rounds whose deadline was before `as_of`. All requests that arrived before `as_of` must
-  // have been served. Returns false if memory was too short.
+  // have been served. Returns false if there was too little memory.
   bool FailLate(Clock::time_point as_of) noexcept PS_REQUIRES(mu_);
   void LookAtLate(Clock::time_point as_of) PS_REQUIRES(mu_);
   // Checks for a new stall of this process.
@@ -103,7 +103,7 @@ class SumThread {
   Rounds rounds_ PS_GUARDED_BY(mu_);
   // Time of the next check for late rounds if the queue stays empty.
   Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
-  // The last stall seen when a round was late.
+  // The last pause of this process, as seen when a round was late.
   ps::StallWatch::Stall stall_ PS_GUARDED_BY(mu_);
   MemoryReserve reserve_;
   std::thread thread_;

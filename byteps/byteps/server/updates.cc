@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Whether the detail of a request begins with a verdict.
+// Whether the part after a request's header begins with a verdict.
 bool HasVerdict(int op) { return op != kStep && op != kLoadState; }
 
 std::string AllDetailOf(const Message& message) {
@@ -192,7 +192,7 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
 
 namespace {
 
-// Whether the verdict in a READ_STATE has to wait.
+// Whether the verdict in a READ_STATE must wait, because the policy holds the step.
 bool HoldsVerdict(Rounds* rounds, Partition* partition, const Message& message, int64_t received) {
   const Verdict verdict = VerdictOf(message);
   const int member = partition->declaration().MemberIndex(message.peer);
@@ -211,7 +211,7 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   std::string error;
   SharedBytes values;
   if (message.op == kLoadState) {
-    // State of removed workers is refused: the others go on with the present state.
+    // State that a removed worker loads is refused: the others continue with the present state.
     if (rounds->losses()->Refuses(*partition, message)) return;
     if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // the values were dropped
     for (Round& round : partition->rounds) {

@@ -16,7 +16,7 @@ namespace core {
 // Updates of parameters, for tensors with an UpdateRule. The server keeps the parameters and their
 // moments (optimizer/).
 //
-// When a round is complete the parameters are updated, and members are answered with them. If
+// When a round is complete, the server updates the parameters and sends them to the members. If
 // members ask for different steps in a round, they get an error, and the state stays unchanged.
 //
 // A speculative step (PUSH_TRY) changes nothing: the new parameters are computed and sent, and the
@@ -40,7 +40,7 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
 // Serves a STEP. `is_held`: the policy calls again, after RoundLossPolicy::HoldsStep held the STEP.
 void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_held = false);
-// Serves a LOAD_STATE or READ_STATE. `is_held`: the policy calls again, after
+// Serves a LOAD_STATE or READ_STATE. `is_held`: this is the policy's second call, after
 // RoundLossPolicy::HoldsStep held the verdict in a READ_STATE.
 void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
                int64_t received, bool is_held = false);

@@ -43,12 +43,12 @@
 #include "byteps/recovery/worker/server_replacement.h"
 #include "byteps/torch/c_parts.h"
 
-// The end of processes that embedded mode started next to this rank (launcher/embedded.py).
+// Ends the processes that embedded mode started next to this rank (launcher/embedded.py).
 //
-// They end by themselves when every worker has left, and at the latest with this process, so it
-// waits for them. The end of this process means success or failure by its exit status. Python's
-// exit handlers do not learn that status, and Python is gone afterwards; so the C library calls
-// this code.
+// They end by themselves when every worker has left, so this code first waits for them; it ends the
+// others together with this process. The exit status of this process tells whether the job
+// succeeded. Python's exit handlers do not get the status, so a handler of the C library calls this
+// code, when Python is gone.
 
 namespace nb = nanobind;
 
@@ -80,7 +80,7 @@ struct Children {
       const auto now = Clock::now();
       if (any_failed && !failed_before) deadline = std::min(deadline, now + grace);
       if (running.empty() || now >= deadline) return;
-      // Ended by the last child; deadline: Await's.
+      // The wait is ended by the last child; deadline: Await's.
       std::this_thread::sleep_for(kLook);
     }
   }
@@ -89,7 +89,7 @@ struct Children {
     const auto& [title, pid, log] = child;
     int status = 0;
     const pid_t ended = waitpid(pid, &status, WNOHANG);
-    // If waitpid fails, a Python thread has collected the process, and reported its end.
+    // If waitpid fails, a Python thread has already collected the process and reported its end.
     if (ended != pid) return ended < 0;
     if (status == 0 || expected) return true;
     any_failed = true;
@@ -136,8 +136,8 @@ void DefineChildren(nb::module_* m) {
          nb::arg("patience_s"), nb::arg("grace_s"));
 }
 
-// Never destroyed: its threads may be running when the interpreter ends. Python's atexit normally
-// stops it before.
+// The worker is never destroyed, because its threads may be running when the interpreter ends.
+// Normally Python's atexit handler stops it before.
 Worker* GetWorker() {
   if (ps::IsForkedCopy()) {
     throw Error(
@@ -153,7 +153,7 @@ namespace {
 
 bool IsInitialized() { return !ps::IsForkedCopy() && GetWorker()->started(); }
 
-// Never destroyed: the worker's threads may be running when the interpreter ends.
+// The queue is never destroyed: the worker's threads may be running when the interpreter ends.
 EndedQueue* Ended() {
   static auto* queue = new EndedQueue();
   return queue;

@@ -35,7 +35,7 @@ class EndedQueue {
   // Wake was called.
   std::vector<int64_t> Await() {
     ps::MutexLock lock(&mu_);
-    // Ended by the end of an operation or Wake; deadline: none, the thread is idle.
+    // The wait is ended by the end of an operation or Wake; deadline: none, the thread is idle.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return woken_ || !ended_.empty(); });
     if (ended_.empty()) woken_ = false;
     return std::exchange(ended_, {});

@@ -187,7 +187,8 @@ void DefineUpdatedTensor(nb::module_* m) {
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 
-// Functions about replicas: which are present, which wait, and the progress that a late one adopts.
+// Functions about replicas: which are present, which wait, and how far a joining worker has to
+// continue.
 
 void DefineReplicas(nb::module_* m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
@@ -216,7 +217,7 @@ void DefineReplicas(nb::module_* m) {
   m->def(
       "take_missing", [] { return GetWorker()->TakeMissing(); },
       "Ranks whose values sums have lacked, since this was called last.", Unlocked());
-  // By tensor: (releases, rounds).
+  // Number of releases and of rounds, by tensor.
   using ProgressTuples = std::map<std::string, std::pair<uint32_t, uint32_t>>;
   m->def(
       "rounds",

@@ -31,7 +31,8 @@ struct SecretSettings {
 
 class Secret {
  public:
-  // No secret: the job does not authenticate. Proofs are then checksums that anyone can make.
+  // Makes the secret of a job without authentication: its proofs are checksums that anyone can
+  // make.
   Secret() = default;
   // `bytes`: at least kLeastSecretBytes.
   explicit Secret(const std::string& bytes);
@@ -46,7 +47,7 @@ class Secret {
   // Requires a secret.
   std::string Derive(const std::string& purpose) const;
 
-  // Returns the kProofBytes bytes by which `who` proves that it has the secret, for the greeting
+  // Returns the kProofBytes bytes by which `who` proves to have the secret, for the greeting
   // `said`.
   std::string Prove(const std::string& who, const std::string& said) const;
   // Checks `proof` against the first `bytes` of Prove's result, in constant time.

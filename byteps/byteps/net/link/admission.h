@@ -76,9 +76,9 @@ inline uint64_t WithGeneration(uint64_t job, int generation) {
   return (job & ~kGenerationMask) | (static_cast<uint64_t>(generation) & kGenerationMask);
 }
 
-// Generation of a node that does not know the generation yet; real generations start at 1. A server
-// answers 0 to another server that connects before the scheduler has announced that other server,
-// which then tries again.
+// Generation of a node that does not know the generation yet; real generations start at 1. If a
+// server connects to another server before the scheduler has announced it there, the other server
+// answers with this number, and the first server tries again.
 constexpr int kNotTold = 0;
 
 // Returns why a node with job number `theirs` may not connect to one with `ours`.
@@ -127,8 +127,8 @@ inline bool IsServerId(int node_id) { return node_id >= 8 && node_id % 2 == 0; }
 
 // Meaning of a failed greeting, for all transports.
 //
-// An authenticated refusal is a decision of the peer. It is final, unless it says that the obstacle
-// will pass. Everything else (no proof or a wrong one, bytes that do not parse, a TLS alert,
+// An authenticated refusal is a decision of the peer. It is final, unless the peer says that it is
+// not ready yet. Everything else (no proof or a wrong one, bytes that do not parse, a TLS alert,
 // another version) may be corruption on the wire. A link that existed before then counts one failed
 // attempt and retries until BYTEPS_RECONNECT_TIMEOUT_S ends. A first connection fails at once:
 // there the cause is almost always different settings.
@@ -191,8 +191,8 @@ class JobNumber {
   // Sets the generation for links made from now on.
   void SetGeneration(int generation) { job_ = WithGeneration(job_, generation); }
 
-  // Takes note of the job number that an authenticated peer told. Adopts the number that the
-  // scheduler tells first. Returns why the link must be given up, or "".
+  // Checks the job number of an authenticated peer against this node's. If this node has none, it
+  // adopts the scheduler's. Returns why the link must be closed, or "".
   std::string Hear(uint64_t theirs, bool from_scheduler);
 
  private:
@@ -206,7 +206,7 @@ class OfAJob {
   virtual JobNumber* job_number() = 0;
   // Returns why the last attempt to connect to this node failed; "" if unknown.
   virtual std::string DialError(int /*node_id*/) { return ""; }
-  // Returns whether links to this node are broken right now, perhaps before the membership knows.
+  // Returns whether links to this node are broken right now. The membership may not know that yet.
   virtual bool IsBroken(int /*node_id*/) { return false; }
 };
 

@@ -12,7 +12,7 @@ namespace ps {
 namespace {
 
 Mutex endpoints_mu;
-// Never destroyed: threads may read it while the process ends.
+// The list is never destroyed, because threads may read it while the process ends.
 auto* const endpoints PS_PT_GUARDED_BY(endpoints_mu) =
     new std::vector<std::shared_ptr<EndpointCounters>>();
 
@@ -51,11 +51,12 @@ std::vector<EndpointReading> ReadEndpointCounters() {
 namespace {
 
 constexpr char kLoopback[] = "lo";
-// For addresses that no interface has any more, or that the kernel accepts without an interface.
+// Name for traffic from an address that no interface has any more, or that the kernel accepts
+// without an interface.
 constexpr char kUnknown[] = "unknown";
 
 Mutex nics_mu;
-// Never destroyed: threads may count while the process ends.
+// The map is never destroyed, because threads may count while the process ends.
 auto* const by_name PS_PT_GUARDED_BY(nics_mu) =
     new std::map<std::string, std::unique_ptr<NicCounters>>;
 

@@ -97,9 +97,9 @@ class Loads {
   std::vector<double> from_load_, to_load_;
 };
 
-// Orders the fallback pairs: first those that share no NIC with the connection's own pair, so the
-// second attempt avoids a failed NIC. They start `skip` pairs after the own pair, so connections
-// of a NIC fall back to different NICs.
+// Orders the fallback pairs: first the pairs that share no NIC with `own`, so that the second
+// attempt avoids a failed NIC. The order starts `skip` pairs after `own`, so that connections of
+// the same NIC fall back to different NICs.
 std::vector<Indices> Tries(std::vector<Indices> pairs, size_t own, size_t skip) {
   const Indices first = pairs[own];
   pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(own));

@@ -30,10 +30,10 @@ inline bool operator==(const NicPair& a, const NicPair& b) {
 int LeastConnections(const std::vector<Nic>& from, const std::vector<Nic>& to);
 
 // Returns a list of candidate pairs for each of `count` connections to `peer`, the preferred pair
-// first. A NIC gets connections in proportion to its rate. NICs of different subnets are paired
-// only if no two NICs share a subnet. If both nodes are on one host, a NIC is paired with itself.
-// `turn` chooses which of several equally good pairs comes first. The last pair of a list always
-// lets the kernel choose.
+// first. A NIC gets a number of connections in proportion to its rate. NICs of different subnets
+// are paired only if no two NICs share a subnet. If both nodes are on one host, a NIC is paired
+// with itself. `turn` chooses which of several equally good pairs comes first. The last pair of a
+// list always lets the kernel choose.
 std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const Node& peer,
                                            int count, int turn);
 
@@ -66,12 +66,12 @@ class DialPlan {
   // Restarts after an established connection broke. `elsewhere`: the connection's pair of NICs is
   // dead, so another pair is tried first.
   void Restart(bool elsewhere);
-  // Restarts with the first pair, after the connection has used another one.
+  // Restarts with the first pair of NICs, after the connection has used another pair.
   void GoHome();
 
   // Returns the route to try now. Throws UnknownHost while no name is resolved.
   const Route& Current();
-  // Number of the current attempt. Results that carry an earlier number are stale.
+  // Number of the current attempt. The caller ignores results of earlier attempts.
   uint64_t attempt() const { return attempt_; }
   void NextAttempt() { ++attempt_; }
 

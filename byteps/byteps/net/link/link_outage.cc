@@ -12,7 +12,7 @@ namespace ps {
 namespace {
 
 // The scheduler's limit for a node whose connection was closed. The process has almost certainly
-// ended; only something in between could have closed it.
+// ended: only a device in the network could close it otherwise.
 constexpr auto kClosedPatience = std::chrono::milliseconds(500);
 // The scheduler's limit for a node whose connection broke: the process or the network may have
 // failed. A live node sends a packet each 1.5 s to connect.
@@ -25,10 +25,10 @@ std::atomic<uint64_t> reconnections{0};
 
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault) {
-  // A node that is not in the job, or no longer, is not waited for.
+  // A link to a node outside the job, or to one that has left it, counts as lost at once.
   if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
   const auto limit = ToDuration(reconnect_s);
-  // Only the scheduler must learn of dead processes soon; it informs the others.
+  // Only the scheduler must notice dead processes soon; it informs the other nodes.
   if (!is_scheduler || fault == LinkFault::kSilent) return limit;
   if (fault == LinkFault::kClosed)
     return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);

@@ -45,7 +45,7 @@ struct LinkOutage {
                        double reconnect_s);
   // Returns why the link is lost. `last_error`: error of the last attempt to connect; may be "".
   std::string GivenUp(double reconnect_s, const std::string& last_error) const;
-  // Returns why the link is lost if the peer had given it up earlier and answered `refusal`.
+  // Returns why the link is lost, if the peer had already given it up and answered `refusal`.
   std::string Refused(const std::string& refusal) const;
 
  private:

@@ -48,7 +48,8 @@ class VanInbox {
   }
   void EndUse() {
     MutexLock lock(&mu_);
-    // Only the last user wakes Close: a wake-up per message would also wake the thread in Take.
+    // Only the last user wakes Close. (A notification per message would also wake the thread in
+    // Take.)
     if (--users_ == 0 && closed_) cond_.NotifyAll();
   }
 
@@ -63,7 +64,7 @@ class VanInbox {
   // Waits for an event. Returns false after End, even if events are left.
   bool Take(Event* event) {
     MutexLock lock(&mu_);
-    // Ended by End; deadline: none, the receiving thread's.
+    // The wait is ended by End; deadline: none, the receiving thread's.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return ended_ || !events_.empty(); });
     if (ended_) return false;
     *event = std::move(events_.front());
@@ -82,7 +83,7 @@ class VanInbox {
   void Close() {
     MutexLock lock(&mu_);
     closed_ = true;  // also if Open was never called
-    // Ended by the sending threads, none of which blocks; deadline: none.
+    // The wait is ended by the sending threads, none of which blocks; deadline: none.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return users_ == 0; });
   }
 
@@ -203,7 +204,8 @@ class LinkVan : public Van, public OfAJob {
         continue;
       }
       *msg = std::move(event.msg);
-      // Read only now: an earlier message may have given this node, or the peer, its id.
+      // The sender's id is read only now, because an earlier message may have given this node, or
+      // the peer, its id.
       if (event.from) msg->meta.sender = event.from->peer();
       msg->meta.recver = my_id_;
       return AsInt(event.bytes);
@@ -247,7 +249,7 @@ class LinkVan : public Van, public OfAJob {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     for (const auto& link : links) {
       while (!link->flushed() && std::chrono::steady_clock::now() < deadline) {
-        // Ended by the queues being flushed; deadline: a second for all links.
+        // The pause is ended by the queues being flushed; deadline: a second for all links.
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }
@@ -275,7 +277,7 @@ class LinkVan : public Van, public OfAJob {
   static int AsInt(size_t bytes) { return static_cast<int>(std::min<size_t>(bytes, 1 << 30)); }
 
   void HandleLoss(const Event& event) {
-    // Another process may already have taken its place.
+    // If another process has already taken the node id, the loss does not matter.
     if (peers_.IsReplaced(event.lost_id, event.lost)) return;
     if (event.ending.orderly) return OnDisconnect(event.lost_id);
     static_cast<Derived*>(this)->OnLinkLost(event.lost_id, event.ending);

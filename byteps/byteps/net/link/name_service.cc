@@ -35,7 +35,7 @@ class SystemNames : public NameService {
   }
 };
 
-// Never destroyed: a lookup may run until after main returns.
+// The resolver is never destroyed, because a lookup may run until after main returns.
 struct Current {
   Mutex mu;
   std::shared_ptr<NameService> service PS_GUARDED_BY(mu) = std::make_shared<SystemNames>();

@@ -32,7 +32,7 @@ class NameService {
   static void Set(std::shared_ptr<NameService> service);
 };
 
-// Logs what this process waits for.
+// Logs that this process waits for the reason `why`.
 void SayWaiting(const std::string& why);
 
 // Returns what `find` returns. Retries while it throws UnknownHost, for `limit_s`
@@ -51,7 +51,7 @@ auto AwaitHost(double limit_s, const Find& find) -> decltype(find()) {
                     Limit(limit_s, "BYTEPS_START_TIMEOUT_S"));
       }
     }
-    // Ended by the time; deadline: the next attempt.
+    // The pause is ended by the time; deadline: the next attempt.
     std::this_thread::sleep_for(kPause);
   }
 }

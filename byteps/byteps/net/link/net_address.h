@@ -32,10 +32,10 @@ std::vector<Address> Resolve(const std::string& host, int port);
 // Returns whether `host` is "" or a numeric address, so no name service is needed.
 bool IsNumeric(const std::string& host);
 
-// Returns the numeric local address that the kernel would use to reach `host`:`port`. Sends
-// nothing: only connects a UDP socket. With this address a node on several networks announces its
-// address on the scheduler's network, without configuration. Throws UnknownHost if `host` does not
-// resolve, and Error if there is no route.
+// Returns the numeric local address that the kernel would use to reach `host`:`port`. It only
+// connects a UDP socket, and sends nothing. With this address a node on several networks announces
+// its address on the scheduler's network, without configuration. Throws UnknownHost if `host` does
+// not resolve, and Error if there is no route.
 std::string LocalAddressTowards(const std::string& host, int port);
 
 // Returns the first numeric address, IPv4 before IPv6, of the interface with exactly this name.

@@ -27,7 +27,8 @@
 namespace ps {
 namespace {
 
-// NICs below 1/kSlowest of the fastest NIC's rate are left out: they are for management.
+// NICs with less than 1/kSlowest of the fastest NIC's rate are not used, because they are for
+// management.
 constexpr int kSlowest = 2;
 // Distances between PCIe devices of different root complexes, and of different NUMA nodes.
 constexpr int kOtherRoot = 100;
@@ -166,8 +167,8 @@ std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& 
   return named;
 }
 
-// Returns the NICs to use: those of similar rate. A NIC of unknown rate is used only if no rate is
-// known.
+// Returns the NICs to use: those of similar rate. NICs of unknown rate are used only if no NIC has
+// a known rate.
 std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own, bool uses_rdma) {
   if (!own.is_device) return {own};  // a bond, a bridge or a veth: the administrator has chosen
   const auto serves = [uses_rdma](const HostNic& nic) {
@@ -185,8 +186,8 @@ std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own,
   return of_use.empty() ? std::vector<HostNic>{own} : of_use;
 }
 
-// Returns this worker's share of the NICs: those nearest to its GPU. Workers of a host take
-// different ones of equally near NICs.
+// Returns this worker's share of the NICs: those nearest to its GPU. If several NICs are equally
+// near, the workers of a host take different ones.
 std::vector<HostNic> NearestOf(const std::vector<HostNic>& nics, const NicUser& user) {
   const size_t ranks = std::max(user.local_size, 1);
   const size_t share = std::max<size_t>(1, (nics.size() + ranks - 1) / ranks);

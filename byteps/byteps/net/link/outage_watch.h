@@ -14,8 +14,8 @@ namespace ps {
 // outage may span several connections.
 //
 // A new connection alone does not end the outage, since a path may carry a greeting and nothing
-// larger. The outage ends when the peer has acknowledged something sent over the new connection,
-// unless the transport knows earlier that the connection works.
+// larger. The outage ends when the peer has acknowledged something sent over the new connection, or
+// as soon as the transport knows otherwise that the connection works.
 //
 // Not thread-safe: the link locks it, or uses it in a single thread.
 class OutageWatch {
@@ -39,7 +39,7 @@ class OutageWatch {
   // the previous one. This proves that the previous connection worked.
   void HearProofOfTheLast();
   // Call when the deadline has passed. Returns the time until which the newest connection may still
-  // prove that it works. If that time is not after now, the link is lost.
+  // prove that it works. The link is lost if that time has passed.
   Clock::time_point ChanceUntil() const;
   void PostponeTo(Clock::time_point deadline) { outage_.deadline = deadline; }
   // Notes how many bytes were sent over the new connection without any acknowledgement.

@@ -2,9 +2,9 @@
 //
 // A process that connects to this node is identified by its authenticated token (admission.h). The
 // process gets its node id later: the scheduler assigns it, and a server takes it from the
-// process's authenticated claim. The scheduler announces a server that connects to another server:
-// so the table already has a link for it, on which messages wait. A process that this node connects
-// to is identified by its node id alone.
+// process's authenticated claim. If a server will connect to this server, the scheduler announces
+// it first: the table then has a link for it, on which messages wait. A process that this node
+// connects to is identified by its node id alone.
 #ifndef BYTEPS_NET_LINK_PEER_TABLE_H_
 #define BYTEPS_NET_LINK_PEER_TABLE_H_
 
@@ -123,7 +123,8 @@ class PeerTable {
     by_id_[peer->id] = std::move(peer);
   }
 
-  // Expects the process `who` as node `id`. `link`: its first link, ready to queue messages.
+  // Adds the process `who` as node `id`, before it connects. `link`: its first link, on which
+  // messages can already be queued.
   void Expect(const PeerIdentity& who, int id, LinkPtr link) {
     auto peer = std::make_shared<Peer>();
     peer->id = id;
@@ -201,7 +202,7 @@ class PeerTable {
     if (it == by_token_.end()) return named;
     named.is_there = true;
     const PeerPtr peer = it->second;
-    // It may have had another id.
+    // The process may have had another id before.
     const auto last = by_id_.find(peer->id);
     if (last != by_id_.end() && last->first != id && last->second == peer) by_id_.erase(last);
     peer->id = id;
@@ -263,8 +264,8 @@ class PeerTable {
   LinkPtr Choose(int id, int plane) {
     return Choose(id, plane, [](Link&) { return false; });
   }
-  // The same, but prefers the first link for which `is_meant(link)` is true, if there are several
-  // links.
+  // Does the same, but if there are several links, prefers the first link for which
+  // `is_meant(link)` is true.
   template <typename IsMeant>
   LinkPtr Choose(int id, int plane, const IsMeant& is_meant) {
     MutexLock lock(&mu_);

@@ -11,13 +11,8 @@
 
 namespace ps {
 
-// Received messages of a link, and when to acknowledge them. The sender keeps a message until it is
-// acknowledged (replay_log.h), and may delay later messages until then.
-//
-// Every frame that is sent carries an acknowledgement. A frame for the acknowledgement alone is
-// sent at once after many bytes or messages, otherwise within kSoon.
-//
-// Called by the receiving thread, unless stated otherwise.
+// Every frame that this side sends carries an acknowledgement. A frame with nothing but an
+// acknowledgement is sent at once after many bytes or messages, otherwise within kSoon.
 class Receipts {
  public:
   static constexpr size_t kManyBytes = 64 << 10;

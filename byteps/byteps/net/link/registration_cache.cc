@@ -20,9 +20,9 @@ struct Allocation {
 };
 using AllocationPtr = std::shared_ptr<Allocation>;
 
-// Never destroyed: memory may be freed while the process ends.
+// The lock and the map are never destroyed, because memory may be freed while the process ends.
 Mutex* const mu = new Mutex();
-// By address; without overlaps.
+// Allocations by address. No two of them overlap.
 auto* const allocations PS_PT_GUARDED_BY(mu) = new std::map<uintptr_t, AllocationPtr>();
 uint64_t last_number PS_GUARDED_BY(mu) = 0;
 

@@ -16,8 +16,8 @@ namespace ps {
 //
 // A registration holds pages, not addresses. If other memory later lies at the same address, an old
 // registration would send the old pages. So owners must add all memory that values are sent from or
-// received into, and add each allocation anew. Older entries that overlap a new one must have been
-// freed, and are dropped.
+// received into, and add each allocation anew. If older entries overlap a new allocation, their
+// memory must have been freed, so they are dropped.
 //
 // Thread-safe.
 class RegistrationCache {
@@ -36,8 +36,8 @@ class RegistrationCache {
 
   // Returns the registration of the allocation that contains all these bytes, and makes it by
   // `make` if there is none yet. Returns null if no allocation contains the bytes, or if
-  // registering failed (it is tried once). Without `make`, returns null also if the memory is not
-  // registered yet.
+  // registering has failed (each allocation is registered only once). Without `make`, returns null
+  // also if the memory is not registered yet.
   static Registration Find(const void* address, size_t bytes, const Register& make);
   // Drops all registrations. The allocations stay known.
   static void ForgetRegistrations();
@@ -47,11 +47,11 @@ class RegistrationCache {
   static void CountRegistration();
 };
 
-// Returns the destination that stands for unwanted values.
+// Returns an address that stands for "no destination".
 //
 // A place_for handler returns Nowhere() to refuse values: a TCP transport then reads and drops the
 // values, and needs no memory for them. The message arrives with one empty value, and with the
-// number of dropped bytes in meta.data_size. The same happens if no memory was available for the
+// number of dropped bytes in meta.data_size. The same happens if there was no memory for the
 // values.
 inline char* Nowhere() {
   static char nowhere;

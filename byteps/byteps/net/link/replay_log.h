@@ -23,8 +23,8 @@ namespace ps {
 //
 // Not thread-safe: the link locks it.
 //
-// T is a pointer that owns a message. Arrived messages are moved to the caller's list, to be
-// destroyed without the lock: their owners may send.
+// T is a pointer that owns a message. Arrived messages are moved to the caller's list. The caller
+// destroys them without the lock, because a message's owner may call Send.
 template <typename T>
 class ReplayLog {
  public:
@@ -61,9 +61,9 @@ class ReplayLog {
             " were sent and " + std::to_string(received) + " have arrived");
   }
 
-  // There is a new connection, and the peer has received `received` messages. Returns the messages
-  // that the peer is missing, in order: send them before any other. Throws as Arrived does, and
-  // then changes nothing.
+  // Call when there is a new connection, over which the peer has told that it has received
+  // `received` messages. Returns the messages that the peer is missing, in order: send them before
+  // any other. If this throws, like Arrived, it changes nothing.
   template <typename List>
   std::deque<T> Resume(uint64_t received, List* arrived) {
     Arrived(received, arrived);

@@ -8,7 +8,7 @@
 
 namespace ps {
 
-// The NICs of a server, taken together.
+// All NICs of a server, as one total.
 struct ServerNics {
   int mbps = 0;         // rate of all NICs; 0: unknown
   int numa_nodes = 0;   // number of NUMA nodes with these NICs

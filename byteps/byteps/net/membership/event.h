@@ -49,8 +49,8 @@ struct MembershipEvent {
   Kind kind;
   int rank = -1;
   bool suspended = false;
-  // For kFailed on a scheduler that keeps the cluster: the generation that it waits for; otherwise
-  // 0.
+  // For kFailed, on a scheduler that keeps the cluster: the generation whose nodes it waits for
+  // now. Otherwise 0.
   int next_generation = 0;
   std::string reason;
   // Source location at which the failure was found.

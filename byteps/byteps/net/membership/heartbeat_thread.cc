@@ -38,14 +38,15 @@ void HeartbeatThread::Stop() {
     stopped_ = true;
   }
   cond_.NotifyAll();
-  // Ended by the thread's end, since it was told to stop; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 
 void HeartbeatThread::Run() {
   StallWatch::Feeder feeder(heartbeat_s_);
   const auto awake = [this]() PS_REQUIRES(mu_) { return woken_ || stopped_; };
-  // On the steady clock: peers wait for heartbeats even if this process stood still.
+  // The time is on the steady clock, because peers count the time in which this process stood
+  // still.
   auto next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s_);
   while (true) {
     {
@@ -57,7 +58,7 @@ void HeartbeatThread::Run() {
     if (!due) {
       feeder.Rest();
       MutexLock lock(&mu_);
-      // Ended by Wake or Stop; deadline: none, there is nothing to do.
+      // The wait is ended by Wake or Stop; deadline: none, there is nothing to do.
       cond_.Wait(&mu_, awake);
       continue;
     }
@@ -67,7 +68,7 @@ void HeartbeatThread::Run() {
     const auto wake = std::min(now + until_next, *due);
     if (now < wake) {
       MutexLock lock(&mu_);
-      // Ended by Wake or Stop; deadline: the next heartbeat or task.
+      // The wait is ended by Wake or Stop; deadline: the next heartbeat or task.
       cond_.WaitUntil(&mu_, feeder.SleepUntil(wake), awake);
       continue;
     }

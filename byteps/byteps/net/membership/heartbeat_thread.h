@@ -22,8 +22,8 @@ class HeartbeatThread {
 
   // Callbacks; the thread calls them without a lock.
   struct Tasks {
-    // Returns the time at which to call `on_due`; time_point::max() if no task is due at any time.
-    // Returns nothing if there is nothing to watch now: the thread then sleeps until Wake.
+    // Returns the time at which to call `on_due`; time_point::max() if no task is planned. Returns
+    // nothing if even heartbeats are not needed now: the thread then sleeps until Wake.
     std::function<std::optional<Clock::time_point>()> next_due;
     std::function<void(Clock::time_point now)> on_due;
     // Called at each heartbeat.
@@ -37,7 +37,7 @@ class HeartbeatThread {
   void Start();
   // Call when the result of next_due has changed. Thread-safe; allowed before Start and after Stop.
   void Wake();
-  // Returns when the thread has ended. Not to be called by the thread itself.
+  // Returns when the thread has ended. The thread itself must not call this.
   void Stop();
 
  private:

@@ -80,7 +80,7 @@ bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std
   if (from == Node::SCHEDULER) return (rule->to_nodes & (1U << to)) != 0;
   if (to != Node::SCHEDULER || (rule->from_nodes & (1U << from)) == 0) return false;
   if (command != Control::LEAVE) return true;
-  // A worker leaves when it is done or has failed, a server only when it is told to stop.
+  // Only a server sends that it was stopped. A worker sends that it is done, or has failed.
   const auto leave = Parse<Leave>(body);
   return leave && std::holds_alternative<Stopped>(*leave) == (from == Node::SERVER);
 }

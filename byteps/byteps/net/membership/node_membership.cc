@@ -21,8 +21,8 @@ using membership::Send;
 namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;
-// Time for the scheduler's last message after its connection closed, and for its news of a peer
-// whose connection broke.
+// Time for the scheduler's last message to arrive after its connection closed. The same for its
+// message about a peer whose connection broke.
 constexpr double kLastWordSeconds = 0.5;
 // Time for the last message of a peer that closed its connection.
 constexpr double kPeersWordSeconds = 1.5;
@@ -72,7 +72,7 @@ void NodeMembership::Join() {
 
   const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
   MutexLock lock(&mu_);
-  // Ended by a welcome or a failure; deadline: BYTEPS_START_TIMEOUT_S.
+  // The wait is ended by a welcome or a failure; deadline: BYTEPS_START_TIMEOUT_S.
   cond_.WaitUntil(&mu_, deadline,
                   [this]() PS_REQUIRES(mu_) { return welcomed_ || state_ != State::kJoining; });
   if (state_ == State::kJoining && !welcomed_) {
@@ -82,11 +82,11 @@ void NodeMembership::Join() {
                    Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
                    (why.empty() ? "" : ": " + why));
   }
-  // The scheduler has answered. It gives up by itself if nodes do not come, and names them; the
-  // heartbeat thread notices if the scheduler dies.
-  // Ended by the scheduler's word or its loss; deadline: the scheduler's, BYTEPS_START_TIMEOUT_S.
+  // The scheduler has answered. If nodes do not come, the scheduler gives up by itself, and names
+  // them; the heartbeat thread notices if the scheduler dies. The wait is ended by the scheduler's
+  // word or its loss; deadline: the scheduler's, BYTEPS_START_TIMEOUT_S.
   cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
-  // A short job may already have ended when this thread wakes.
+  // A short job may have ended before this thread wakes.
   if (state_ != State::kFailed) return;
   if (failure_.kind == Failure::kWouldBeAdmitted) throw WouldBeAdmitted(failure_.reason);
   if (failure_.kind == Failure::kComeAgain) throw ComeAgain(failure_.reason);
@@ -111,14 +111,14 @@ void NodeMembership::Leave(const Farewell& farewell) {
   const auto is_over = [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
   };
-  // The scheduler decides how long to stay: others may need this worker's results if a server is
-  // lost, and a scheduler that returns must learn that this worker left.
+  // The scheduler decides when this worker may go: if a server is lost, other workers may need this
+  // worker's results, and a scheduler that returns must learn that this worker has left.
   if (settings_.replace_servers_s > 0 || returns) {
-    // Ended by the scheduler's answer, its loss, or Stop; deadline: the scheduler's,
+    // The wait is ended by the scheduler's answer, its loss, or Stop; deadline: the scheduler's,
     // BYTEPS_SCHEDULER_RETURN_S where there is none.
     cond_.Wait(&mu_, is_over);
   } else {
-    // Ended by the scheduler's answer or Stop; deadline: kGoodbyeSeconds.
+    // The wait is ended by the scheduler's answer or Stop; deadline: kGoodbyeSeconds.
     cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), is_over);
   }
   if (state_ == State::kActive) state_ = State::kEnded;
@@ -131,7 +131,7 @@ void NodeMembership::StopByOrder(const std::string& how) {
   lock.Unlock();
   Tell(Control::LEAVE, membership::Pack(membership::Leave(membership::Stopped{how})));
   lock.Lock();
-  // Ended by the failure of the job or Stop; deadline: kGoodbyeSeconds.
+  // The wait is ended by the failure of the job or Stop; deadline: kGoodbyeSeconds.
   cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds),
                 [this]() PS_REQUIRES(mu_) { return state_ != State::kActive; });
 }
@@ -216,7 +216,8 @@ void NodeMembership::Handle(const Message& msg) {
       return settings_.probe > 0 ? OnProbeAnswer(body) : OnRefused(body);
     case Control::JOB_FAILED: {
       {
-        // Only members are told of failures; the welcome may arrive later.
+        // The scheduler announces failures only to members. So this node is one, even if its
+        // welcome arrives later.
         MutexLock lock(&mu_);
         welcomed_ = true;
       }
@@ -364,7 +365,7 @@ void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& 
   MutexLock lock(&mu_);
   if (left_acknowledged_ || !InJob() || NotFound(how)) return;
   if (!welcomed_) {
-    // It was never reached, or refused this node.
+    // This node never reached the scheduler, or was refused.
     const std::string reason =
         "the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome;
     // This process may try again; nothing has failed yet.

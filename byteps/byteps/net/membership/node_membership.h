@@ -44,16 +44,16 @@ class NodeMembership : public Membership {
   void OnDisconnect(int node_id) override;
   void OnLinkLost(int node_id, const std::string& how, bool closed) override;
   std::string NameOf(int node_id) override;
-  // Returns the address by which others know a node; "" if it is not in the job.
+  // Returns the address at which other nodes reach this node; "" if it is not in the job.
   std::string HostOf(int node_id);
 
-  // Leaves the job, as a worker. Waits a few seconds for the answer. Farewell::failure fails the
-  // job for all nodes. If the scheduler keeps the cluster, Farewell::error does so too, since a
-  // worker whose work is incomplete is started again.
+  // Leaves the job, as a worker. Waits a few seconds for the answer. If Farewell::failure is set,
+  // the job fails for all nodes. If the scheduler keeps the cluster, Farewell::error has the same
+  // effect, since a worker with incomplete work will be started again.
   void Leave(const Farewell& farewell);
 
-  // Sends the scheduler a message about a replica (docs/design/replicas.md). Sets the epoch of a
-  // Late message to the latest that this node knows.
+  // Sends the scheduler a message about a replica (docs/design/replicas.md). In a Late message,
+  // sets the epoch to the latest that this node knows.
   void SayOfReplica(membership::MemberWord word);
 
   // Attaches the result of `report`, at most kMaxReport bytes, to each heartbeat. The heartbeat
@@ -63,8 +63,8 @@ class NodeMembership : public Membership {
   // Rate of the slowest worker's NIC, in Mbit/s each way; 0 if the rate of any worker's NIC is
   // unknown. Equal on all workers. Call after Join, on a worker.
   int link_mbps();
-  // Whether this worker's replica has come to a running job. The replica then takes no part in sums
-  // until it is admitted. Call after Join, on a worker.
+  // Whether the job was already running when this worker's replica came. The replica takes no part
+  // in sums until it is admitted. Call after Join, on a worker.
   bool is_late();
   // Returns whether the scheduler has died and may return, or has returned and may still wait for
   // nodes.
@@ -112,8 +112,8 @@ class NodeMembership : public Membership {
     std::string farewell;
     bool ready = false;
     std::optional<membership::Admit> admit;
-    // Other requests. They are dropped when the scheduler answers a heartbeat that was sent after
-    // them, since it has handled them by then.
+    // Other requests. When the scheduler answers a heartbeat, it has handled all requests that were
+    // sent before that heartbeat, and they are dropped.
     std::vector<std::string> words;
     std::optional<size_t> marked;  // number of `words` that were sent before the last heartbeat
   };
@@ -139,22 +139,20 @@ class NodeMembership : public Membership {
   void OnMemberWord(const Message& msg);
   void OnReplicas(const ReplicaView& view, const std::vector<Node>& removed);
   void OnReplaced(const membership::ServerReplaced& word, const Node& successor);
-  // Notes that the server of this rank is lost. `turn`: turn of the server's place (words.h).
-  // Returns false if this node knows this turn, or a later one, already.
+  // Notes that the server of this rank is lost. `turn`: number of the event for this rank
+  // (words.h). Returns false if this node already knows this event, or a later one.
   bool LoseServer(int rank, int turn, const std::string& reason);
   void OnEnd(bool suspended);
 
   membership::Claim MakeClaim(const Node& self);
 
-  // Functions of a node whose scheduler may return (node_return.cc).
-  //
-  // Sends to the scheduler, unless it is away.
+  // Sends to the scheduler, unless the scheduler is dead and may return.
   void Tell(Control::Command command, const std::string& body, const std::vector<Node>& nodes = {});
   // Starts waiting for the lost scheduler. Returns false if this node does not wait.
   bool AwaitScheduler(const std::string& how);
   void LookForScheduler(Clock::time_point now);
   membership::Account MakeAccount();
-  // Notes a failed attempt to reach the scheduler. Returns false if no attempt was being made.
+  // Records a failed attempt to reach the scheduler. Returns false if no attempt was in progress.
   bool NotFound(const std::string& how) PS_REQUIRES(mu_);
   // Handles this node's admission by a scheduler. Returns true if this node was waiting
   // for its scheduler to return.

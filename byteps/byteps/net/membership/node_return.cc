@@ -24,9 +24,10 @@ namespace {
 
 // Pause between attempts to reach the scheduler.
 constexpr double kPauseSeconds = 0.2;
-// Delay before broken links are reported to a returned scheduler: other news have priority.
+// Delay before broken links are reported to a returned scheduler, because all other messages to it
+// are more important.
 constexpr double kWordSeconds = 0.5;
-// Time in which a scheduler that knows all nodes, and all servers, remove a replica.
+// Time in which a scheduler that knows all nodes removes a replica, and all servers apply that.
 constexpr double kRemovalSeconds = 3;
 
 }  // namespace
@@ -74,7 +75,7 @@ void NodeMembership::LookForScheduler(Clock::time_point now) {
                 "; it did not return within " +
                 Limit(settings_.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S") +
                 (absence_->last_error.empty() ? "" : ": " + absence_->last_error);
-      // Its work is done; only the scheduler's answer is missing.
+      // This worker has finished its work; only the scheduler's answer to its LEAVE is missing.
       if (asked_.leaves) return Enter(State::kEnded);
     } else if (absence_->dials || now < absence_->next) {
       return;
@@ -229,7 +230,7 @@ void NodeMembership::OnReplicas(const ReplicaView& view, const std::vector<Node>
     for (const Node& node : removed) {
       Member* const member = roster_.Put(node);
       member->left = member->removed = true;
-      // Must not be reported against a later process with this id.
+      // The broken link must not be reported later, when another process has this id.
       broken_links_.erase(node.id);
     }
     const std::set<int> absent = view.AbsentRanks();
@@ -254,7 +255,7 @@ bool NodeMembership::LoseServer(int rank, int turn, const std::string& reason) {
   {
     MutexLock lock(&mu_);
     int& last = turns_[rank];
-    // A scheduler that has returned repeats what this node may know.
+    // A scheduler that has returned repeats events; this node may already know them.
     if (state_ != State::kActive || turn <= last) return false;
     is_lost_now = last % 2 == 0;
     last = turn;
@@ -280,7 +281,8 @@ void NodeMembership::OnReplaced(const membership::ServerReplaced& word, const No
   event.kind = MembershipEvent::kServerReplaced;
   event.rank = word.rank;
   event.node = InfoOf(successor);
-  // Servers have links to servers for copies alone. All are told, since workers wait.
+  // Only for backups do servers have links to servers. But all servers are told, because workers
+  // wait for all.
   const Node self = links_->self();
   const bool worker = self.role == Node::WORKER;
   if (worker || settings_.backups) {

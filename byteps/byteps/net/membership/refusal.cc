@@ -25,8 +25,8 @@ Refusal Check(const Roster& roster, RosterPolicy* policy, const MembershipSettin
         (settings.backups ? "set on the scheduler, and not there" : "not set on the scheduler") +
         ": set it alike on all nodes"};
   }
-  // Conflicts in numbers and places may come from a generation that has not ended for the scheduler
-  // yet: its nodes have some time to connect again.
+  // A conflict about numbers or ranks may be with nodes of a generation that the scheduler has not
+  // ended yet, since its nodes have some time to reconnect.
   const bool later = settings.keep;
   const bool worker = node.role == Node::WORKER;
   const JobSize& expected = roster.expected();

@@ -17,7 +17,7 @@ struct ReplicaView {
   std::vector<int> ready_epochs;
   // Donor of each replica: the replica that sends it the current state. -1 if the replica was
   // present from the beginning, or has not joined yet. The scheduler chooses donors, since nodes
-  // may learn of a removed replica at different times.
+  // may notice at different times that a replica was removed.
   std::vector<int> donors;
   std::string news;  // text that describes the latest change, for the log; may be ""
 

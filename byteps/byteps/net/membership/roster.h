@@ -66,7 +66,7 @@ class Roster {
   std::string Missing() const;
   // Returns whether every worker has come and left.
   bool AllWorkersLeft() const;
-  // Returns whether a worker has left and will come back.
+  // Returns whether a worker has left to be suspended, and will join again.
   bool IsBeingSuspended() const;
 
  private:

@@ -32,11 +32,10 @@ class RosterPolicy {
 
   // ----- called with ScheduledJob::mu held
 
-  // Reconsiders the refusal of a node for which there is no place. `member` holds the place that
-  // the node wants; if null, the places of all servers are taken. Returns the final refusal,
-  // possibly none.
+  // Reconsiders the refusal of a node for which no rank is free. `member`: the node that has the
+  // wanted rank; null: all ranks of servers are taken. Returns the final refusal, or none.
   virtual membership::Refusal Reconsider(membership::Refusal refusal, const Member* member);
-  // May move a server that is being admitted to another place than the first free one.
+  // Called for a server that is being admitted with the lowest free rank. May give it another rank.
   virtual void ChoosePlace(Node* server);
   // Called when all nodes of the job are present.
   virtual void OnComplete() {}
@@ -69,7 +68,7 @@ class RosterPolicy {
   // Called when a node returns to the job of a scheduler that died.
   virtual void OnReturn(const Node& node, const membership::Claim& claim,
                         const membership::Account& account);
-  // Called when all nodes know that the job is complete.
+  // Called when every node has been told that the job is complete.
   virtual void OnBegun() {}
   // Called when `node` was admitted to a running job.
   virtual void OnNewcomer(const Node& /*node*/) {}
@@ -80,7 +79,7 @@ class RosterPolicy {
   // Called when `worker` has reported its failure. Returns true if the policy calls OnGone later.
   virtual bool HoldsFailure(int worker, const std::string& what);
   // Decides what to do after `accuser` has reported that its link with `accused` broke. Returns
-  // false to leave the decision to the caller.
+  // false if the caller shall decide.
   virtual bool Judge(int accuser, const Node& accused, const std::string& reason);
   // Handles the loss of a member. Returns false if the job cannot continue without the member.
   virtual bool Lose(int node_id, const std::string& reason);

@@ -29,8 +29,8 @@ struct ScheduledJob {
   const MembershipSettings settings;
   Announcer announcer;
 
-  // Held while nodes of a running job are told of changes, so that all nodes hear the changes in
-  // the same order. Acquired before mu.
+  // Held while nodes of a running job are told of changes, so that all nodes get the changes in the
+  // same order. Acquired before mu.
   Mutex telling_mu;
   Mutex mu;
   State state PS_GUARDED_BY(mu) = State::kActive;

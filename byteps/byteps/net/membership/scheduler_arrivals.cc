@@ -36,7 +36,7 @@ void SchedulerMembership::Register(const Message& msg) {
     if (!refusal && node.role == Node::SERVER) policy_->ChoosePlace(&node);
   }
   if (refusal) return Refuse(node, refusal);
-  // Connects before the node is a member, so every member can be told of a failure.
+  // The scheduler connects before the node is a member: every member must be told of a failure.
   job_.links->Connect(node);
   bool had_begun = false, begins = false;
   int scheduler_number = 0;

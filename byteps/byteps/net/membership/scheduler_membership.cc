@@ -265,7 +265,8 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
   }
   PS_PROBE(kForgotten);
   BPS_LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
-  // If it is alive, it must not wait for a job that has forgotten it.
+  // The scheduler forgets this server. If the server lives, it must learn that, and not wait for
+  // the job.
   Send(job_.links, Control::JOB_FAILED, node_id, reason);
   job_.links->Disconnect(node_id);
 }
@@ -288,7 +289,8 @@ void SchedulerMembership::FailJob(const std::string& reason, bool for_good, cons
   {
     MutexLock lock(&job_.mu);
     if (job_.state != State::kActive) return;
-    // Set before nodes are told: their deaths from this failure must not count as another one.
+    // The state is set before nodes are told of the failure: they will end because of it, and must
+    // not count as further losses.
     job_.state = goes_on ? State::kTurning : State::kFailed;
     failure_ = reason;
     if (goes_on) next = job_.generation + 1;
@@ -319,7 +321,8 @@ void SchedulerMembership::BeginGeneration() {
   }
   ignored_.Clear();
   SetGeneration(generation);
-  // Take their ids away first: a new node may get such an id while they are being told.
+  // Old nodes lose their ids first, because a new node may get one of these ids while old nodes are
+  // still being told.
   for (const Node& node : old) {
     job_.links->Connect(node);
     job_.links->Disconnect(node.id);

@@ -24,7 +24,7 @@
 namespace ps {
 
 // Membership of the scheduler: admits nodes, watches them, and tells the remaining nodes when a
-// node is lost or has left. Its RosterPolicy decides what follows a loss.
+// node is lost or has left. Its RosterPolicy decides how the job continues after a loss.
 class SchedulerMembership : public Membership {
  public:
   // Admits nodes from construction on: the links listen before Join.
@@ -71,11 +71,11 @@ class SchedulerMembership : public Membership {
   // Tells servers within kDepartureSeconds that the worker has left. Caller holds ScheduledJob::mu.
   void Depart(const Node& worker);
   void EndJob();
-  // Handles the end of a node. `what`: e.g. "was lost: ...", "was stopped by SIGTERM". `before`:
-  // text about earlier events, to report before that.
+  // Handles the end of a node. `what`: a text such as "was lost: ..." or "was stopped by SIGTERM".
+  // `before`: text about earlier events, which the report begins with.
   void OnGone(int node_id, const std::string& what, const std::string& before = "");
-  // Fails the job. `for_good`: the scheduler itself was told to stop, so there is no next
-  // generation. `file` and `line`: source location at which the failure was found.
+  // Fails the job. `for_good`: the scheduler itself was told to stop, so no further generation
+  // begins. `file` and `line`: source location at which the failure was found.
   void FailJob(const std::string& reason, bool for_good = false,
                const char* file = __builtin_FILE(), int line = __builtin_LINE());
 
@@ -101,10 +101,8 @@ class SchedulerMembership : public Membership {
   void OnLeave(int node_id, bool suspend);
   void TellOfDepartures();
 
-  // Functions for lost nodes.
-  //
-  // Handles a node that is gone or silent: the job fails. If no worker has come yet, there is no
-  // job to fail, and the scheduler just forgets the node.
+  // Handles a node that is gone or silent: the job fails. If no worker has joined yet, the
+  // scheduler only forgets the node.
   void OnLost(int node_id, const std::string& how);
   // Handles a report that a node cannot continue, from the node itself or from a server.
   void OnFailure(const Message& msg);
@@ -134,7 +132,7 @@ class SchedulerMembership : public Membership {
   // Failure of the previous generation, with MembershipSettings::keep.
   std::string failure_ PS_GUARDED_BY(job_.mu);
   Clock::time_point generation_begun_ PS_GUARDED_BY(job_.mu);
-  // Workers that have left and that servers do not know of yet.
+  // Workers that have left, as long as servers have not been told.
   std::vector<Node> departed_ PS_GUARDED_BY(job_.mu);
   Clock::time_point tell_departed_ PS_GUARDED_BY(job_.mu);
   int refused_ PS_GUARDED_BY(job_.mu) = 0;

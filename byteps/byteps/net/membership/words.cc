@@ -10,7 +10,7 @@ namespace {
 constexpr int kMaxNodes = 1 << 20;
 // Limit of counters.
 constexpr int kMaxCount = 1'000'000'000;
-// Prefix of a worker's failure in messages to others.
+// Prefix of a worker's failure in messages to other nodes.
 constexpr char kFailed[] = "failed: ";
 
 bool IsRank(int rank) { return rank >= 0 && rank < kMaxNodes; }

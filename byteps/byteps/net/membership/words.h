@@ -24,13 +24,13 @@ inline auto Fields(ReplicaView& view) {
 inline auto Fields(Farewell& farewell) {
   return std::tie(farewell.suspend, farewell.failure, farewell.error);
 }
-// Returns whether the view describes replicas, or validly says that there are none.
+// Returns whether the view describes replicas, or says correctly that there are none.
 bool IsValid(const ReplicaView& view);
 
 namespace membership {
 
 constexpr int kProtocol = 18;
-// Prefix of a REFUSED body: the refused node may come again.
+// Prefix of a REFUSED body if the refused node may try again later.
 constexpr char kAgain[] = "again: ";
 // Prefix of a REFUSED body that answers a probe: the node would be admitted.
 constexpr char kWould[] = "would: ";
@@ -51,8 +51,8 @@ inline auto Fields(Claim& claim) {
 }
 bool IsValid(const Claim& claim);
 
-// Turns of the servers' places, by server rank. A turn counts how often the place became vacant or
-// was filled again; so it is odd while the place is vacant. Ranks with turn 0 are left out.
+// Turns of the servers, by rank. A turn counts how often a rank lost its server or got another one;
+// so it is odd while the rank has no server. Ranks with turn 0 are left out.
 using Turns = std::map<int, int>;
 int TurnOf(const Turns& turns, int rank);
 bool IsVacant(const Turns& turns, int rank);
@@ -128,8 +128,8 @@ struct Departure {
   std::string failure;
   bool suspend = false;
 };
-// Returns how a node ended, from its LEAVE. `errors_count`: a worker with a failed operation counts
-// as failed.
+// Returns the way in which a node ended, from its LEAVE. `errors_count`: a worker with a failed
+// operation counts as failed.
 Departure DepartureOf(const Leave& leave, bool errors_count);
 
 // ----- MEMBERS: a ReplicaView to nodes, or one of the following messages
@@ -139,46 +139,45 @@ struct Acknowledged {
   int epoch = 0;
 };
 inline auto Fields(Acknowledged& word) { return std::tie(word.epoch); }
-// From a worker of a replica that came to a running job: it can take part now.
+// Sent by a worker of a replica that came to a running job, when it can take part.
 struct Ready {};
 inline auto Fields(Ready& /*word*/) { return std::tuple<>(); }
-// From a worker: all workers that take part are between two steps, so this replica may join.
+// Sent by a worker: all present workers are between two steps, so this replica may join.
 struct Admit {
   int replica = 0;
   int ready_epoch = 0;  // see ReplicaView
 };
 inline auto Fields(Admit& word) { return std::tie(word.replica, word.ready_epoch); }
-// From a server: other workers wait for the worker of this rank. The scheduler passes the message
-// on to that worker.
+// Sent by a server: other workers wait for the worker of this rank. The scheduler passes the
+// message on to that worker.
 struct Awaited {
   int rank = 0;
   int round = 0;
   std::string tensor;
 };
 inline auto Fields(Awaited& word) { return std::tie(word.rank, word.round, word.tensor); }
-// From a server: the worker of this rank is late, and the scheduler should remove its replica.
+// Sent by a server: the worker of this rank is late, and the scheduler should remove its replica.
 struct Late {
   int rank = 0;
   int epoch = 0;  // the latest epoch that the server knows
   std::string why;
 };
 inline auto Fields(Late& word) { return std::tie(word.rank, word.epoch, word.why); }
-// To nodes: the server of this rank is lost, and the job waits for a replacement.
+// Sent to nodes: the server of this rank is lost, and the job waits for a replacement.
 struct ServerLost {
   int rank = 0;
   int turn = 0;  // turn of the server's place
   std::string reason;
 };
 inline auto Fields(ServerLost& word) { return std::tie(word.rank, word.turn, word.reason); }
-// To nodes: the node in this message replaces the lost server of this rank.
+// Sent to nodes: the node in this message replaces the lost server of this rank.
 struct ServerReplaced {
   int rank = 0;
   int turn = 0;     // turn of the server's place
   int servers = 0;  // number of servers
 };
 inline auto Fields(ServerReplaced& word) { return std::tie(word.rank, word.turn, word.servers); }
-// From a server: it knows that the worker of this rank has left. Sent only if a scheduler may
-// return.
+// Sent by a server that knows that the worker of this rank has left, if a scheduler may return.
 struct LeftKnown {
   int rank = 0;
 };

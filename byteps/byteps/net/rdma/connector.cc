@@ -34,7 +34,7 @@ Connector::~Connector() {
   stop_ = true;
   const uint64_t one = 1;
   if (write(wake_fd_, &one, sizeof(one)) < 0) BPS_LOG(WARNING) << "eventfd: " << strerror(errno);
-  // Ended by the thread's end, since it was told to stop; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   if (thread_.joinable()) thread_.join();
   close(wake_fd_);
 }
@@ -147,7 +147,7 @@ void Connector::Loop() {
     for (const auto& device : shared ? shared->devices : Devices()) {
       items.push_back({device->context()->async_fd, POLLIN, 0});
     }
-    // Ended by an event or Wake; deadline: the next thing that is due.
+    // The wait is ended by an event or Wake; deadline: the next thing that is due.
     if (poll(items.data(), items.size(), MillisecondsToWait()) < 0 && errno != EINTR) {
       ThrowErrno("poll");
     }
@@ -403,7 +403,8 @@ void Connector::StartProbe(Link* link) {
   const DialPlan::Route& home = link->dial.home();
   Address from = Resolve(home.from, 0).front();
   Address to = home.to;
-  // If this fails at once, e.g. because a NIC is down, the deadline ends the probe.
+  // The result is ignored: if the call fails at once, e.g. because a NIC is down, the probe times
+  // out.
   (void)rdma_resolve_addr(id, from.get(), to.get(), kResolveMs);
 }
 

@@ -30,10 +30,10 @@ class ConnectorOwner {
   virtual int32_t Rank(int peer) = 0;
   // Returns the job's number, or 0 while this node does not know it.
   virtual uint64_t Job() = 0;
-  // Returns the job number to tell an admitted peer.
+  // Returns the job number that an admitted peer is told.
   virtual uint64_t JobTold(const ConnectRequest& request) = 0;
-  // Returns the endpoint for a request of this protocol version: a new endpoint, or the endpoint
-  // that the request resumes. Returns null to refuse the request, with the reason in `refusal`.
+  // Returns the endpoint for a request with this protocol version: a new one, or the one that it
+  // resumes. To refuse the request, returns null, and sets `refusal` to the reason.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, Refusal* refusal) = 0;
   // Called when the peer has accepted the endpoint. Returns a reason to give it up, or "".
@@ -58,8 +58,8 @@ class Connector {
   // Starts the thread. Call after Listen or UseDevicesOf.
   void Run();
 
-  // Connects `endpoint` to `port` over the first pair of NICs that works. Later returns to the
-  // first pair of the list, when that works again. Retries while nothing listens, for
+  // Connects `endpoint` to `port` over the first pair of NICs that works. Returns to the first pair
+  // of the list later, when that works again. While no process listens, retries for
   // BYTEPS_START_TIMEOUT_S; then the endpoint fails. `receiver`: token of the process to reach, 0
   // if unknown. Thread-safe.
   void Connect(std::shared_ptr<Endpoint> endpoint, const std::vector<NicPair>& pairs, int port,
@@ -68,8 +68,8 @@ class Connector {
   void AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs);
 
   // Handles a broken connection. The side that made the connection reconnects once the old
-  // connection is gone; the other side waits for the new connection. The endpoint gives up when its
-  // deadline passes. `elsewhere`: try another pair of NICs first. Thread-safe.
+  // connection is gone; the other side waits for the new connection. When the deadline passes, the
+  // endpoint closes. `elsewhere`: try another pair of NICs first. Thread-safe.
   void Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere);
 
   // Closes the endpoint's connection. Thread-safe.
@@ -96,9 +96,8 @@ class Connector {
     bool established = false;
     // Used on the side that makes connections.
     bool resumes = false;
-    // The id of the broken connection. To destroy it would tell the peer that the connection ended,
-    // just as the end of this process would. So it is kept until there is a new connection, or the
-    // endpoint gives up.
+    // Id of the broken connection. If it were destroyed, the peer would see the same as at the end
+    // of this process. So it is kept until there is a new connection, or the endpoint closes.
     Owned<rdma_cm_id> last_id;
     Clock::time_point attempt_deadline;
     DialPlan dial{kFirstPause, kLongestPause};
@@ -109,7 +108,8 @@ class Connector {
     // Time of the next probe of the first pair of NICs, while using another.
     Clock::time_point look_at = Clock::time_point::max();
 
-    // Returns whether an attempt has a deadline, earlier than the connection manager's own timeout.
+    // Returns whether the current attempt has a deadline that is earlier than the connection
+    // manager's own timeout.
     bool is_timed() const { return !established && (resumes || dial.has_several_pairs()); }
     bool may_move() const { return active && dial.has_several_pairs(); }
   };
@@ -189,8 +189,8 @@ class Connector {
   ConnectRequest RequestOf(const Link& link);
   ConnectRequest MakeRequest(Link* link);
   void OnChallenge(Link* link, const Challenge& challenge);
-  // Handles a failed greeting. If the endpoint had a connection before, the failure only costs one
-  // attempt, unless `proved` says that the peer itself has refused.
+  // Handles a failed greeting. If the endpoint had a connection before, the failure ends this
+  // attempt only, unless `proved`: the peer itself has refused.
   void GreetingFailed(Link* link, const std::string& error, bool proved);
   // Returns whether `proof` shows that the prover has the job's secret. Returns true in a job
   // without a secret.

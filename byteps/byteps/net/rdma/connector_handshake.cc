@@ -22,8 +22,8 @@ namespace rdma {
 namespace {
 
 constexpr int kResolveMs = 2000;
-// Limit of an attempt to reconnect. Packets may have been lost, and the connection manager would
-// retry ever more slowly.
+// Limit of an attempt to reconnect. After lost packets, the connection manager would wait ever
+// longer between its own retries.
 constexpr auto kAttemptTime = std::chrono::seconds(5);
 // Pause while the device returns requests.
 constexpr auto kLook = std::chrono::milliseconds(5);
@@ -87,7 +87,7 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   link->challenge.clear();
-  // The next attempt may use another device.
+  // The next attempt may use another device, so the objects of this device are dropped.
   if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
   const std::string route = link->dial.Current().Text();
   PS_VLOG(1) << "connecting to node " << link->endpoint->peer() << " by " << route
@@ -209,7 +209,7 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   try {
     link->receiver = reply.sender;  // after a break only this process may resume
     link->endpoint->Attach(link->id.get(), reply.mtu);
-    // Before the peer can send, since this side must answer.
+    // The credits are set before the peer can send, because this side must be able to answer.
     link->endpoint->SetPeerSlots(reply.slots);
     if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
     OnEstablished(link);
@@ -303,8 +303,8 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   if (!refusal.again_soon) {
     BPS_LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
   } else if (endpoint) {
-    // If the last completion came while a thread looked for memory (LetGoIfDrained), only this
-    // makes the poller look again.
+    // If the last completion came while a thread looked for memory (LetGoIfDrained), the poller
+    // would not look again without this call.
     Wake(*endpoint);
   }
   Refuse(event.id, refusal);

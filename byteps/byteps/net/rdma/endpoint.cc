@@ -78,7 +78,7 @@ void Endpoint::CloseWhenFlushed() {
   {
     MutexLock lock(&mu_);
     goodbye_.wanted = goodbye_.closes = true;
-    // No connection will flush it.
+    // Without a connection there is no flush to wait for.
     if (outage_.lasts() && state_ != State::kOpen) Close("this node closed it", &deferred);
     Pump(&deferred);
     CloseIfFlushed(&deferred);
@@ -118,9 +118,9 @@ void Endpoint::Pump(Deferred* deferred) {
   if (!connection_->told_received && CanSend()) SendResume(deferred);
   // Messages that the peer already has must not be sent again.
   if (state_ != State::kOpen || !connection_->resumed) return;
-  // First what lets the peer continue, new messages last. Posted requests leave in order, so it
-  // posts only as much as keeps the link busy: a CTS behind all waiting values would starve the
-  // other direction.
+  // Requests leave in order. So this posts first the frames that let the peer continue, new
+  // messages last, and only as many bytes as keep the link busy: a CTS behind all waiting values
+  // would starve the other direction.
   while (inbox_.any_to_tell() && CanSend()) SendCts(deferred);
   while (CanSend() && MayWrite()) WriteNext(deferred);
   while (outbox_.has_next() && CanSend()) {
@@ -352,8 +352,8 @@ void Endpoint::Close(const std::string& reason, Deferred* deferred, bool by_peer
   deferred->closed = true;
   deferred->ending = {reason, by_peer, goodbye_.received};
   StopQueuePair();
-  // Only this side knows these. Memory that the device reads or writes stays until its requests
-  // have returned.
+  // Messages that were not sent, and requests that were not answered, are known to this side only.
+  // Memory that the device reads or writes stays until the device has returned its requests.
   outbox_.TakeUnsent(&deferred->done);
   inbox_.StopTelling();
   if (!connection_ || connection_->reads_no_message()) outbox_.TakeSent(&deferred->done);

@@ -5,18 +5,17 @@
 // thread, which handles completions, sends the rest.
 //
 // Receiving: when a peer requests to send a value, the endpoint tells it a destination: the memory
-// that the owner wants the value in, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the
-// bytes of values in flight; further requests wait. The registrar's thread provides memory that
-// must be registered first.
+// that the value's owner names, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the bytes
+// of values in flight; further requests wait. The registrar's thread provides memory that must be
+// registered first.
 //
 // Broken connections: the queue pair is stopped, and destroyed when the device has returned all
 // requests, so memory is no longer read or written. Incomplete messages are dropped by the receiver
 // and kept by the sender. The side that made the connection makes another one, possibly over
 // another device (memory is registered with all devices). Both sides first tell how many messages
 // they have received (net/link/replay_log.h); then each side sends the missing messages again, in
-// the same order.
-// So each message arrives exactly once. After BYTEPS_RECONNECT_TIMEOUT_S without a connection the
-// endpoint closes.
+// the same order. So each message arrives exactly once. After BYTEPS_RECONNECT_TIMEOUT_S without a
+// connection the endpoint closes.
 //
 // No function blocks, except Abandon.
 #ifndef BYTEPS_NET_RDMA_ENDPOINT_H_
@@ -131,8 +130,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Moves the queue pair to the sending state. `peer_mtu`: an ibv_mtu, or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared();
-  // Drops the objects that Prepare made, after a failed attempt to connect. MayConnect
-  // returns true when that is done.
+  // Drops the objects that Prepare made, after a failed attempt to connect. When they are gone,
+  // MayConnect returns true.
   void Discard();
   void SetPeerSlots(uint32_t slots);
   // Lets the endpoint send: the peer can receive now.
@@ -146,13 +145,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Breaks the connection to switch paths. Returns false if the connection stays, because the
   // endpoint is closing.
   bool Leave(const std::string& reason);
-  // If nothing is in flight, makes the peer's device acknowledge a request; without an
+  // If nothing is in flight, sends a request that the peer's device must acknowledge. Without an
   // acknowledgement the connection breaks.
   void AskWhetherItWorks();
   // Returns "10.0.0.1 to 10.0.0.2"; "" without another path.
   std::string path();
-  // Time by which the endpoint must have a new connection; Clock::time_point::max() if it has a
-  // connection.
+  // Time by which the endpoint must have a new connection; time_point::max() if it has one.
   Clock::time_point resume_deadline();
   // Closes the endpoint: there will be no new connection.
   void GiveUp(const std::string& last_error, bool listener_gone);
@@ -163,7 +161,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void Send(OutgoingPtr message);
   // Returns whether the peer has offered a destination for this answer on the current connection.
   bool HasOffer(const Exchange& exchange);
-  // Tells the peer, after all messages sent before, that no more will come.
+  // Sends a goodbye after all messages: the peer then knows that no further message comes.
   void SayGoodbye();
   // Says goodbye, and closes the endpoint when the peer has received all messages.
   void CloseWhenFlushed();
@@ -176,10 +174,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // ----- receiving
 
-  // Drops messages whose values are being received into these bytes. After the return, nothing
-  // writes to them. Waits until `deadline` for writes in flight, then breaks the connection. Breaks
-  // the connection at once if these bytes were offered to the peer, which could write at any time.
-  // Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
+  // Drops messages whose values are being received into these bytes. When this returns, no device
+  // writes there any more. Waits until `deadline` for writes in flight, then breaks the connection.
+  // Breaks the connection at once if these bytes were offered to the peer, which could write at any
+  // time. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
   void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
 
   // ----- ending
@@ -297,10 +295,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void WriteNext(Deferred* deferred) PS_REQUIRES(mu_);
   bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Deferred* deferred)
       PS_REQUIRES(mu_);
-  // Posts a signalled request without effect: its completion shows that all requests before it are
-  // done. The request uses no receive and no completion of the peer. Returns 0 or an errno.
+  // Posts a signalled request that does nothing: its completion shows that all earlier requests are
+  // done. It uses no receive and no completion of the peer. Returns 0 or an errno.
   int PostNothing() PS_REQUIRES(mu_);
-  // Logs a message whose last request the device has; that request completes on its arrival.
+  // Logs a message whose last request was given to the device. The message has arrived when that
+  // request completes.
   void Sent(OutgoingPtr message) PS_REQUIRES(mu_);
   void Complete(const ibv_wc& wc, Deferred* deferred) PS_REQUIRES(mu_);
   void CompleteSend(const ibv_wc& wc, Deferred* deferred) PS_REQUIRES(mu_);
@@ -359,15 +358,15 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   Resources resources_;  // set by the first Prepare
 
-  // Held while the owner chooses a value's destination, and until the inbox has noted it.
+  // Held from the choice of a value's destination by the owner until the inbox has recorded it.
   Mutex place_mu_;
 
   Mutex mu_ PS_ACQUIRED_AFTER(place_mu_);
   CondVar cond_;  // notified after completions
   State state_ PS_GUARDED_BY(mu_) = State::kConnecting;
   bool was_open_ PS_GUARDED_BY(mu_) = false;
-  // Null if there is no connection. While the endpoint lives, only the polling thread drops the
-  // connection.
+  // Current connection; null if there is none. While the endpoint lives, only the polling thread
+  // drops the connection.
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
   // An outage ends when both sides know which messages have arrived.
   OutageWatch outage_ PS_GUARDED_BY(mu_);

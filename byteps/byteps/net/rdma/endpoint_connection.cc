@@ -19,9 +19,9 @@ namespace {
 // Retries if a receiver has no slot, which should never happen.
 constexpr int kReceiverNotReadyTries = 6;
 constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
-// A lost acknowledgement times out after 4.096 us * 2^18 = 1.1 s, with as many retries: a silent
-// peer is noticed after about 8 s, if heartbeats do not notice it earlier. (Not 7 retries, which
-// Soft-RoCE takes as unlimited.)
+// A lost acknowledgement times out after 4.096 us * 2^18 = 1.1 s, and is retried kTries times: so a
+// silent peer is noticed after about 8 s, unless heartbeats notice it earlier. (Not 7 retries,
+// which Soft-RoCE takes as unlimited.)
 constexpr int kAckTimer = 18;
 constexpr int kTries = 6;
 constexpr auto kSilence = std::chrono::seconds(8);
@@ -223,7 +223,7 @@ void Endpoint::Disconnected() {
   if (!connection_ || connection_->disconnected) return;
   if (state_ == State::kClosed || state_ == State::kBroken) return;
   connection_->disconnected = true;
-  // The device returns all requests, after what it has received.
+  // The device then returns all requests, but first reports what it has received.
   StopQueuePair();
 }
 

@@ -23,7 +23,7 @@ namespace {
 // Completions handled per call.
 constexpr int kBatch = 32;
 
-// The device returned requests although neither side closed the connection.
+// Reason of a break if the device returned requests although neither side closed the connection.
 constexpr char kStopped[] = "the device stopped its queue pair";
 
 [[noreturn]] void BadFrame(const char* what) {
@@ -103,7 +103,8 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Deferred* deferred) {
     if (connection_->sends.empty()) outbox_.TakeSent(&deferred->done);
     return;
   }
-  // After a failure only the peer knows whether it has this message and earlier unsignalled ones.
+  // After a failure only the peer knows whether it has received this message and the unsignalled
+  // messages before it.
   if (retired.messages == 0 || wc.status != IBV_WC_SUCCESS) return;
   try {
     outbox_.Arrived(retired.messages, &deferred->done);
@@ -138,7 +139,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Deferred* deferred) {
   } catch (const std::exception& e) {
     return Close(e.what(), deferred);
   }
-  // Messages received before a break count; nothing more comes.
+  // Messages that arrived before a break still count. No further message is read.
   if (state_ != State::kOpen) return;
   if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, deferred);
   ++connection_->owed;
@@ -307,7 +308,7 @@ void Endpoint::ClearWaiting() {
       inbox_.BeginClearing();
     }
     if (ClearFirst(false)) continue;
-    // Its memory must be registered; the others wait behind it.
+    // The first message needs memory that must be registered. The messages behind it wait.
     auto self = shared_from_this();
     return resources_.registrar->Post([self] { self->ClearSlowly(); });
   }
@@ -382,13 +383,13 @@ bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block,
 // Clang cannot see that mu_ is the lock that done() requires.
 template <typename Done>
 bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_ANALYSIS {
-  // The polling thread itself must poll here. It reports completions after the return: the owner,
-  // which is calling, must not be called meanwhile.
+  // If the polling thread itself calls this, it must poll here. It reports completions only after
+  // the return, because the calling owner must not be called back during its call.
   const bool polls = std::this_thread::get_id() == polling_thread_;
   while (!done()) {
     if (Clock::now() >= deadline) return false;
     if (!polls) {
-      // Ended by completions, of which the polling thread tells; deadline: the caller's.
+      // The wait is ended by completions, which the polling thread reports; deadline: the caller's.
       cond_.WaitUntil(&mu_, deadline);
       continue;
     }
@@ -403,7 +404,7 @@ bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_
     cond_.NotifyAll();
     if (count > 0) continue;
     mu_.Unlock();
-    // Ended by the time; deadline: kLook.
+    // The wait is ended by the time; deadline: kLook.
     std::this_thread::sleep_for(kLook);
     mu_.Lock();
   }

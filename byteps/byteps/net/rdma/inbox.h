@@ -60,7 +60,7 @@ class Inbox {
   // Returns the memory to which the sender of the next message must write. Sets `id` to the
   // sender's id of this message.
   Target Tell(uint32_t* id);
-  // Takes a completely written message. Returns false if its sender was not told to write.
+  // Takes out a completely written message. Returns false if its sender was not told to write it.
   bool Take(uint32_t cookie, Incoming* incoming);
 
   // ----- destinations for answers
@@ -77,8 +77,8 @@ class Inbox {
 
   // ----- abandoned memory
 
-  // Drops messages for this memory. A message whose sender does not know the memory yet waits for
-  // other memory instead. Returns whether there is such a message.
+  // Drops messages that are received into this memory. If a message's sender does not know the
+  // memory yet, the message waits for other memory instead. Returns whether one waits.
   bool Abandon(const char* begin, uint64_t bytes);
   // Returns whether the device may write to this memory.
   bool IsWrittenTo(const char* begin, uint64_t bytes) const;

@@ -10,7 +10,8 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// Limit of offers kept. Without its offer an answer is sent by a normal rendezvous.
+// Limit of the number of offers that are kept. If an answer's offer was dropped, a normal
+// rendezvous sends the answer.
 constexpr size_t kMostOffers = 65536;
 
 }  // namespace

@@ -13,10 +13,8 @@
 namespace ps {
 namespace rdma {
 
-// Messages that an endpoint sends. A message waits, then may ask the receiver for a destination, is
-// written, and is kept after that until the receiver has it, since it may have to be sent again.
-//
-// The outbox calls no device, so tests need none. Not thread-safe: the endpoint locks it.
+// Messages that an endpoint sends. A message first waits, may ask the receiver for a destination,
+// and is written. It is kept until the receiver has it, because it may have to be sent again.
 class Outbox {
  public:
   void Push(OutgoingPtr message);
@@ -60,10 +58,12 @@ class Outbox {
 
   // ----- broken connections
 
-  // Makes messages whose sending has begun wait again, before all others: the connection is gone.
+  // Puts messages whose sending has begun back to the front of the waiting messages, because the
+  // connection is gone.
   void Interrupt();
-  // Continues on a new connection. The peer has received `received` messages in all; the messages
-  // that it is missing wait before all others. Throws Error if the number is impossible.
+  // Continues on a new connection. `received`: number of messages that the peer has received in
+  // all. The messages that the peer is missing go to the front of the waiting messages. Throws
+  // Error if the number is impossible.
   void Resume(uint64_t received, OutgoingList* done);
   // Returns the number of messages sent again since the last call.
   size_t TakeBegunAgain();

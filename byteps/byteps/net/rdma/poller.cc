@@ -16,7 +16,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// Batches of an endpoint before the others get their turn.
+// Number of batches of completions of one endpoint, before other endpoints are served.
 constexpr int kBatches = 8;
 // Delay after which an idle endpoint learns that its last messages have arrived.
 constexpr std::chrono::milliseconds kPause{1};
@@ -50,7 +50,7 @@ Poller::Poller(const Devices& devices, Plane plane, bool spin) : spin_(spin) {
 Poller::~Poller() {
   stop_ = true;
   Wake();
-  // Ended by the thread's end, since it was told to stop; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   thread_.join();
   endpoints_.clear();  // before the channels of their queues
   close(wake_fd_);
@@ -108,7 +108,7 @@ void Poller::Run() {
 
 void Poller::Sleep() {
   const int limit = watched_.empty() ? -1 : static_cast<int>(kPause.count());
-  // Ended by a completion or Wake; deadline: kPause if anything is watched, else none.
+  // The wait is ended by a completion or Wake; deadline: kPause if anything is watched, else none.
   if (poll(sources_.data(), sources_.size(), limit) < 0 && errno != EINTR) ThrowErrno("poll");
 }
 

@@ -42,7 +42,7 @@ class Poller {
 
   // Watches the endpoint until it is finished. Thread-safe.
   void Add(std::shared_ptr<Endpoint> endpoint);
-  // Checks all endpoints once, for those that have finished without a completion.
+  // Makes the thread check all endpoints once: an endpoint may have finished without a completion.
   void Wake();
   size_t size();
 

@@ -62,7 +62,7 @@ bool Pool::TakeIdle(size_t bytes, Buffer* buffer) {
 Pool::Buffer Pool::Take(size_t bytes) {
   Buffer buffer;
   if (TakeIdle(bytes, &buffer)) return buffer;
-  // Without the lock: pinning pages takes long.
+  // The lock is not held here, because pinning pages takes long.
   auto made = std::make_unique<Block>(devices_, ClassOf(bytes));
   Block* const block = made.get();
   {

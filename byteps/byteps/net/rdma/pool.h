@@ -36,7 +36,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Returns exactly `bytes` uninitialised bytes. Blocks if memory must be registered. Buffers may
   // outlive the pool. Throws Error on failure.
   Buffer Take(size_t bytes);
-  // Sets `buffer` to unused memory, without blocking. Returns false if the pool has none.
+  // Sets `buffer` to unused memory of the pool, without blocking. Returns false if there is none.
   bool TakeIdle(size_t bytes, Buffer* buffer);
 
   // Returns the region of the buffer that contains all of this memory, or null.
@@ -74,8 +74,8 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
                          uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
                          Pool* pool);
 
-// Returns the registration of memory for receiving. Without `may_block` this neither registers nor
-// waits. Returns null if the memory is not registered, or registering failed.
+// Returns the registration of memory to receive into. Without `may_block`, neither registers memory
+// nor waits. Returns null if the memory is not registered, or if registering failed.
 std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
                                         const Devices& devices);
 

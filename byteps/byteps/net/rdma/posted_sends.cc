@@ -16,7 +16,8 @@ constexpr uint32_t kPartsOfDepth = 4;
 PostedSends::PostedSends(uint32_t depth, uint64_t window_bytes)
     : depth_(depth),
       every_(std::clamp(depth / kPartsOfDepth, 1u, kEvery)),
-      // Two of a window's four pieces exceed it, even if rounded down to pages.
+      // A limit of 3/8 of the window: two of the four pieces of a window exceed it, even if they
+      // are rounded down to pages.
       unheard_bytes_(window_bytes / 8 * 3),
       requests_(depth + kReserved) {}
 
@@ -50,7 +51,7 @@ bool PostedSends::Retire(uint64_t number, Retired* retired) {
     retired->messages += messages;
     bytes_ -= request.bytes;
     if (retired_ <= last_signalled_) continue;
-    // It failed: a device reports unsignalled requests only then.
+    // An unsignalled request is reported only if it failed.
     --unheard_.requests;
     unheard_.messages -= messages;
     unheard_.bytes -= request.bytes;

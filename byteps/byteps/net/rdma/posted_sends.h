@@ -62,7 +62,7 @@ class PostedSends {
   bool MustSignal(const Request& request) const;
   // Adds a request that the device has taken.
   void Add(const Request& request, bool signalled);
-  // Signals every request from now on.
+  // Makes every request from now on signalled.
   void SignalAll() { signals_all_ = true; }
 
   // ----- completions

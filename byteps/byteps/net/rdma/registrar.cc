@@ -33,7 +33,7 @@ void Registrar::Stop() {
     dropped.swap(tasks_);
   }
   cond_.NotifyOne();
-  // Ended by the thread's end, since it was told to stop; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   if (thread_.joinable()) thread_.join();
 }
 
@@ -41,7 +41,7 @@ void Registrar::Run() {
   MutexLock lock(&mu_);
   while (!stop_) {
     if (tasks_.empty()) {
-      // Ended by a task or Stop; deadline: none, an idle thread's.
+      // The wait is ended by a task or Stop; deadline: none, an idle thread's.
       cond_.Wait(&mu_);
       continue;
     }

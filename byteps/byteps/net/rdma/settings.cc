@@ -58,8 +58,8 @@ void Settings::Check(const Device& device) const {
     throw Error(std::string(name) + "=" + std::to_string(value) + " is too much for " +
                 device.name() + ", which allows " + std::to_string(limit) + " " + what);
   };
-  // Checks the configured depths, even if FitSlots has lowered them: the user knows only these, and
-  // the next job may have fewer peers.
+  // The configured depths are checked, even if FitSlots has lowered them: these are the numbers
+  // that the user knows, and the next job may have fewer peers.
   const int64_t most_sends = limits.max_qp_wr - int64_t{PostedSends::kReserved};
   if (send_depth_set > most_sends) {
     fail("BYTEPS_RDMA_START_DEPTH", send_depth_set, "requests in a queue", most_sends);

@@ -32,7 +32,7 @@ namespace {
 // Time for devices to return requests when closing.
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
-// Time for a peer to receive what was sent before its endpoints are closed.
+// Time for a peer to receive the messages that were sent before its endpoints are closed.
 constexpr auto kFarewell = std::chrono::seconds(5);
 // Time for values in flight into abandoned memory.
 constexpr auto kAbandonTime = std::chrono::seconds(1);
@@ -71,8 +71,9 @@ RdmaVan::~RdmaVan() = default;
 void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
-  // Before anything is registered: a forking process (e.g. a data loader) would otherwise write to
-  // copies of pages that the device still reads. Newer kernels prevent that themselves.
+  // This must come before any registration. Otherwise, after a fork (e.g. for a data loader), this
+  // process could write to copies of pages while the device still reads the original pages. Newer
+  // kernels prevent that.
   if (int error = ibv_fork_init()) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
@@ -279,7 +280,7 @@ void RdmaVan::Stop() {
       for (auto& poller : transport->pollers) {
         poller->Wake();
         while (poller->size() > 0 && std::chrono::steady_clock::now() < deadline) {
-          // Ended by the last completion; deadline: kLastCompletions.
+          // The wait is ended by the last completion; deadline: kLastCompletions.
           std::this_thread::sleep_for(kLook);
         }
         if (poller->size() > 0) BPS_LOG(WARNING) << "an RDMA device keeps requests after their end";
@@ -353,7 +354,8 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const LinkEnding& ending) {
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << loss.id
              << " closed: " << ending.reason;
   if (loss.link) connector_->Disconnect(loss.link);
-  // A peer that was connecting and never was here may come again.
+  // A peer that is lost while it connects for the first time may connect again; no loss is
+  // reported.
   if (!loss.peer || !(endpoint->was_open() || endpoint->active())) return;
   LinkEnding named = ending;
   // Links with the scheduler have only one plane.

@@ -1,4 +1,4 @@
-// Errors of verbs in words.
+// Texts for errors of the verbs library.
 #include "byteps/net/rdma/verbs.h"
 
 #include <cstdio>

@@ -11,9 +11,9 @@
 namespace ps {
 namespace rdma {
 
-// Loads libibverbs and librdmacm once per process, so machines without them can run everything but
-// RDMA. Call before any ibv_ or rdma_ function: verbs_library.cc defines those that are used, and
-// forwards the calls. Throws Error with what is missing and its packages.
+// Loads libibverbs and librdmacm once per process, so that everything except RDMA runs without
+// them. Call this before any ibv_ or rdma_ function: verbs_library.cc defines and forwards those
+// that are used. Throws Error with what is missing and its packages.
 void LoadVerbsLibraries();
 
 // Throws Error "what: reason (errno)".

@@ -75,7 +75,7 @@ struct Functions {
 Functions functions;
 
 void* Open(const char* library) {
-  // Never closed: device drivers keep state.
+  // The library is never closed, because device drivers keep state.
   void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* reason = dlerror();
@@ -89,7 +89,7 @@ void* Open(const char* library) {
 
 template <typename Function>
 void Find(void* handle, const char* library, const char* name, Function* function) {
-  // Symbols already loaded come first, so that a preloaded library can intercept them.
+  // Symbols of loaded libraries come first, so that a preloaded library can intercept calls.
   void* address = dlsym(RTLD_DEFAULT, name);
   if (address == nullptr) address = dlsym(handle, name);
   if (address == nullptr) {

@@ -181,7 +181,7 @@ bool Refusal::Decode(const char* data, size_t bytes) {
   ByteReader in(data, bytes);
   uint32_t magic = 0, version = 0;
   if (!in.Int(&magic) || !in.Int(&version) || magic != kMagic) return false;
-  // Readable in any version, so a peer of another version learns why it is refused.
+  // The refusal's text is read in any version, so that a peer of another version gets the reason.
   const size_t room = std::min(bytes, kRefusalBytes - 1) - kPreambleBytes;
   reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, room));
   if (version == kVersion && bytes >= kRefusalBytes) {
@@ -218,7 +218,7 @@ bool FrameHeader::Decode(const char* data, size_t bytes) {
   if (!in.Int(&meta_bytes)) return false;
   if (what < kMessage || what > kResume || zero != 0) return false;
   type = static_cast<FrameType>(what);
-  // At most one of these flags.
+  // The frame may have at most one of these flags.
   meta_in_region = flags == kMetaInRegion;
   has_offer = flags == kHasOffer;
   takes_offer = flags == kTakesOffer;

@@ -1,7 +1,8 @@
 // Bytes that two endpoints exchange. All fields are little-endian.
 //
 // A connection request carries a ConnectRequest, its acceptance a ConnectReply, its refusal a
-// Refusal. All start with the same eight bytes in every version; the rest depends on the version.
+// Refusal. In every version, all three start with the same eight bytes; the rest depends on the
+// version.
 //
 // In a job with a secret the first request is rejected with a Challenge. The second request repeats
 // the first, plus a proof (net/auth/secret.h) over request and challenge. The reply has another
@@ -36,12 +37,12 @@
 //     | <-- RTS (cookie of the offer, meta) ------- |
 //     | <== RDMA WRITE, last with an immediate ==== |
 //
-// Each answer consumes its offer, even if it does not use it: a failed or a small answer. Offers
-// end with their connection.
+// Each answer consumes its offer, even an answer that does not use the offer because it failed or
+// is small. Offers end with their connection.
 //
 // Credits: a receiver posts the number of slots that it announced when connecting. Each frame and
-// each immediate uses one. Every frame returns credits for slots that are free again. The last
-// credit is reserved for a frame that only returns credits, so two busy sides cannot deadlock.
+// each immediate uses up one slot. Every frame returns credits for slots that are free again. The
+// last credit is reserved for a frame that only returns credits, so two busy sides cannot deadlock.
 #ifndef BYTEPS_NET_RDMA_WIRE_H_
 #define BYTEPS_NET_RDMA_WIRE_H_
 

@@ -259,7 +259,7 @@ bool Connection::OnReady(uint32_t events) {
     }
     if (events & EPOLLOUT) OnWritable();
     if (events == EPOLLOUT && is_plain) return false;  // nothing to read
-    // With these events the peer's end of data is already known: epoll will not report it again.
+    // These events show that the peer has sent its last data. epoll will not report that again.
     const bool to_the_end = events == 0 || (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
     return Receive(to_the_end);
   } catch (const std::bad_alloc&) {
@@ -275,11 +275,11 @@ bool Connection::OnReady(uint32_t events) {
 
 namespace {
 
-// Limit of bytes read from a connection before others of its thread get their turn.
+// Number of bytes read from one connection before the thread serves other connections.
 constexpr size_t kTurnBytes = 4 << 20;
-// Limit of the meta of a peer that is not in the job yet.
+// Limit of the meta's size from a peer that is not in the job yet.
 constexpr size_t kStrangersMetaBytes = 65536;
-// A message with values of at most this size is a short partition: more may come soon.
+// Values of at most this size are a short partition, which others often follow at once.
 constexpr size_t kShortBytes = 192 << 10;
 
 }  // namespace
@@ -340,7 +340,7 @@ void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) 
                              : error == ECONNRESET ? kReset
                              : error == ETIMEDOUT ? kTimedOut
                                                   : "its connection failed: " + socket->Text(error);
-  // Nothing was exchanged yet, so nothing is lost.
+  // No message was exchanged yet, so none is lost.
   greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
 }
 

@@ -15,8 +15,8 @@
 // the same order, so each message arrives exactly once. If the greeting over a new socket fails,
 // that counts as one attempt (net/link/admission.h). The outage ends when a message sent over the
 // new socket is acknowledged, or at once if no message has to be sent. The new socket alone does
-// not end it, since a path may carry a greeting and nothing larger. After
-// BYTEPS_RECONNECT_TIMEOUT_S of outage the connection closes.
+// not end the outage, since a path may carry a greeting and nothing larger. After an outage of
+// BYTEPS_RECONNECT_TIMEOUT_S the connection closes.
 //
 // End: either side, an error or Close closes the connection, for good. The poller's thread then
 // calls ConnectionOwner::OnClosed, once.
@@ -61,10 +61,7 @@ struct Delivery {
 
 Delivery DeliveryOf(int fd);
 
-// Reasons why a connection ended that say more than a broken socket. kLinkClosed is another one.
-//
-// The peer's kernel reset the socket. A kernel does so if the process ended with unread data, and
-// otherwise closes the sockets of a process that ends.
+// Reasons for the end of a connection that say more than "its socket broke"; also kLinkClosed.
 constexpr char kReset[] = "its connection was reset";
 // The peer has acknowledged nothing for ConnectionSettings::silence_s.
 constexpr char kTimedOut[] = "its connection timed out";
@@ -77,8 +74,8 @@ class ConnectionOwner : public FramePlaces {
  public:
   // The connection's poller thread calls all these functions.
 
-  // Called when the listening side has authenticated and identified itself. Returns a reason to
-  // give the connection up for good, or "".
+  // Called when the listening side has authenticated and identified itself. Returns "", or a reason
+  // to close the connection for good.
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
   // Called when the socket broke. Returns how long the connection may have none; 0 closes it.
@@ -91,10 +88,10 @@ class ConnectionOwner : public FramePlaces {
 
 // Settings shared by a process's connections.
 struct ConnectionSettings {
-  // Seconds without an acknowledgement after which a socket is given up, if the connection has only
+  // Seconds without an acknowledgement after which the socket is closed, if the connection has only
   // one pair of NICs.
   double silence_s = 15;
-  // The same, if the connection can use another pair of NICs.
+  // Seconds like silence_s, if the connection can use another pair of NICs.
   double switch_s = 4;
   // BYTEPS_RECONNECT_TIMEOUT_S
   double reconnect_s = 30;
@@ -117,7 +114,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   // Connects to `port` of the peer and sends `hello`. Retries while nothing listens there, until
   // `deadline`. Uses the first pair of NICs that works, and returns to an earlier pair when that
-  // works again. Blocks at most for name resolution.
+  // one works again. Blocks only to resolve names.
   void Dial(const std::vector<NicPair>& pairs, int port, const Hello& hello,
             Clock::time_point deadline);
   // Adds pairs of NICs, which are as good as the first pair. Thread-safe. Call after Dial.
@@ -133,7 +130,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool flushed();
   // Returns whether the peer has received all messages, or the connection has closed.
   bool all_arrived();
-  // Closes once the kernel has taken all messages.
+  // Closes the connection once the kernel has taken all messages.
   void CloseWhenFlushed();
 
   // Thread-safe.
@@ -142,8 +139,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Returns whether the connection has a working socket.
   bool open();
 
-  // Drops messages whose values are being received into these bytes. After the return, nothing
-  // writes to them. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
+  // Drops messages whose values are being received into these bytes. When this returns, no thread
+  // writes there any more. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
   void Abandon(const void* begin, size_t bytes);
 
   LinkLoad load();
@@ -224,7 +221,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void TryNext();
   void TryAgain(const std::string& error, bool nobody_listens = false);
   void GiveUpAttempt(Clock::duration after, const std::string& complaint);
-  // Ends this attempt or connection after an invalid or missing greeting. Poller's thread.
+  // Ends this attempt or connection: the greeting is invalid or missing. Called by the poller's
+  // thread.
   void Failed(const std::exception& error);
   void OnConnected();
   // Returns false if the handshake is incomplete, or failed.
@@ -240,7 +238,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void WarnThatAway();
   void TryHome();
   void GoHome();
-  // Seconds without an acknowledgement after which the socket is given up.
+  // Returns the seconds without an acknowledgement after which the socket is closed.
   double Silence() const;
 
   // ----- connection_link.cc
@@ -282,8 +280,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
   Socket CurrentSocket();
-  // Parses what was read. Returns true if a message is complete, in `msg`; `*drop` says whether the
-  // message was abandoned. Returns false if more bytes are needed.
+  // Parses the bytes that were read. Returns true if a message is complete, in `msg`; `*drop` says
+  // whether the message was abandoned. Returns false if more bytes are needed.
   bool Parse(Message* msg, size_t* bytes, bool* drop) PS_REQUIRES(receive_mu_);
   void OnFrame(const FrameHeader& header) PS_REQUIRES(receive_mu_);
 
@@ -303,8 +301,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Closing closing_ PS_GUARDED_BY(mu_);
   Batch batch_;  // used by the thread that writes at the moment
 
-  // The poller's thread uses these members. (Another thread sets dial_ and hello_, before the
-  // poller's thread knows this connection.)
+  // Only the poller's thread uses these members. (Another thread may set dial_ and hello_ before
+  // the poller's thread knows this connection.)
   bool active_ = false;  // this side connects
   DialPlan dial_{kFirstPause, kLongestPause};
   Hello hello_;

@@ -242,7 +242,7 @@ bool Connection::ReadChallenge() {
     const bool behind = IsBehind(challenge.job, hello_.job);
     throw GreetingError(behind ? GreetingFailure::kWillPass : GreetingFailure::kDecided, complaint);
   }
-  // After a break only this process, in this generation, may resume the connection.
+  // From now on the connection may be resumed only with this process and in this generation.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
   greeting_ = Greeting::kReply;
@@ -290,7 +290,7 @@ double Connection::Silence() const {
 void Connection::AddPairs(const std::vector<NicPair>& pairs) {
   poller_->Post([self = shared_from_this(), pairs] {
     self->dial_.Add(pairs);
-    // The current socket may now be given up earlier.
+    // With another pair of NICs to try, the current socket may be closed earlier.
     const Socket socket = self->CurrentSocket();
     if (socket) SetOptions(socket->fd(), self->Silence());
   });
@@ -302,7 +302,7 @@ void Connection::LookHome() {
   const uint64_t epoch = Epoch();
   poller_->At(Clock::now() + dial_.NextLook(), [weak, epoch] {
     const ConnectionPtr self = weak.lock();
-    // Another socket schedules its own probe.
+    // If the connection has another socket by now, that socket has scheduled its own probe.
     if (self && self->Epoch() == epoch && self->open()) self->TryHome();
   });
 }

@@ -37,7 +37,7 @@ LinkFault FaultOf(const std::string& reason) {
 
 }  // namespace
 
-// Poller's thread, as all below except Adopt.
+// The poller's thread calls this and all functions below, except Adopt.
 void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
   bool in_order = false;
   {
@@ -153,7 +153,7 @@ void Connection::Detach(State state) {
     shutdown(socket->fd(), SHUT_RDWR);
   }
   MutexLock lock(&receive_mu_);
-  // The incomplete message will come again.
+  // The peer sends the incomplete message again.
   half = reader_.Restart();
   reader_.buffer()->Clear();
   greeting_ = Greeting::kOver;
@@ -255,7 +255,7 @@ void Connection::Resume(uint64_t received) {
 void Connection::OnReceived(uint64_t received) {
   if (received == heard_.received) return;
   MutexLock lock(&mu_);
-  // Close has taken everything in flight.
+  // If the connection is closed, Close has already taken the messages in flight.
   if (state_ == State::kClosed) return;
   const size_t first = heard_.arrived.size();
   const size_t before = queue_.bytes_in_flight();

@@ -101,7 +101,8 @@ void FrameReader::BeginValue() {
     char* const place = places_->PlaceFor(incoming_.meta, all);
     if (one || place == Nowhere()) place_ = place;
     if (place_ != nullptr && place_ != Nowhere()) {
-      // The peer answers only what it has received, and the answer may overwrite the sent memory.
+      // An answer shows that the peer has received the request. So the answer may overwrite the
+      // memory from which the request was sent.
       TakeBack(place_);
       values.reset(place_, place_bytes_, [](char*) {});
     }

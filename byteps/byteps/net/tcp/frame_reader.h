@@ -31,7 +31,7 @@ class FramePlaces {
 // connection locks it. An exception means that the peer broke the protocol.
 class FrameReader {
  public:
-  // `places` must outlive this.
+  // `places` must outlive this object.
   FrameReader(FramePlaces* places, std::shared_ptr<MemoryPool> pool)
       : places_(places), pool_(std::move(pool)) {}
 
@@ -50,7 +50,7 @@ class FrameReader {
     kHead,     // a frame's header is there: look at it, and call Next again
     kMessage,  // a message is complete: take it
   };
-  // Parses what was read.
+  // Parses the bytes that were read, up to the next step.
   Step Next();
 
   const FrameHeader& header() const { return header_; }
@@ -60,8 +60,8 @@ class FrameReader {
   // message was dropped.
   bool Take(Message* msg, size_t* bytes);
 
-  // Drops the incomplete message, since the socket broke: the message comes again over another
-  // socket, or never. Returns the message, for the caller to destroy without the lock.
+  // Drops the incomplete message, because the socket broke. The peer sends it again over another
+  // socket, or never. Returns it, so that the caller can destroy it without the lock.
   Message Restart();
 
   // Stops reading into these bytes, and drops the message.

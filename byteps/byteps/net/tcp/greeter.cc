@@ -22,7 +22,7 @@ namespace {
 // Rate-limited warnings of a kind, so that repeated attempts do not fill the log.
 class RefusalLog {
  public:
-  // Logs at most once a minute; the others are counted.
+  // Logs a refusal, at most one per minute; further refusals are only counted.
   void Warn(const std::string& reason, const std::string& from) {
     const auto now = Poller::Clock::now();
     uint64_t untold = 0;
@@ -90,7 +90,7 @@ void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
 }
 
 bool Greeter::OnReady(uint32_t events) {
-  // Only writable; the peer has sent nothing.
+  // The socket is writable, and the peer has sent nothing.
   if (events == EPOLLOUT) return false;
   try {
     if (phase_ == Phase::kSilent) {

@@ -20,9 +20,9 @@ namespace tcp {
 
 // A peer that has connected but not authenticated yet.
 //
-// Such a peer costs this process a socket and a few bytes, for a short time. It gets receive
-// memory, a place in the peer table and contact with the scheduler only after it has authenticated.
-// A peer that has sent nothing costs only its socket: encryption starts with its first byte.
+// Such a peer costs this process a socket and a few bytes, for a short time. Only an authenticated
+// peer gets memory to receive into, an entry in the peer table, and contact with the scheduler. A
+// peer that has sent nothing costs only its socket: encryption starts with its first byte.
 
 class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter> {
  public:

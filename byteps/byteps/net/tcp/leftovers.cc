@@ -8,7 +8,7 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// Limits of bytes read from a refused peer, in total and per turn.
+// Limits of the bytes that are read from a refused peer, in total and per call.
 constexpr size_t kLeftoverBytes = 256 << 10;
 constexpr size_t kTurnBytes = 16 << 10;
 

@@ -6,13 +6,13 @@
 namespace ps {
 namespace tcp {
 
-// Reads and drops what a refused peer still sends. Otherwise the refusal could be lost: the kernel
-// resets a socket that is closed with unread data.
+// Reads and drops the bytes that a refused peer still sends. With unread bytes, the kernel would
+// reset the socket when it is closed, and the peer might never get the refusal.
 class Leftovers {
  public:
   enum Result { kMore, kNothingYet, kEnd };
-  // Reads a little, so that other sockets get their turn. kEnd: the peer has closed, or sent too
-  // much.
+  // Reads a few bytes, so that other sockets are served soon. kEnd: the peer has closed the socket,
+  // or has sent too many bytes.
   Result Read(int fd);
 
  private:

@@ -17,8 +17,8 @@ namespace {
 constexpr auto kPause = std::chrono::milliseconds(100);
 // Pause while there is no room for unauthenticated connections.
 constexpr auto kShortPause = std::chrono::milliseconds(5);
-// Limit of connections accepted per turn: fewer than the thread serves per turn, so accepted ones
-// make progress first.
+// Number of connections accepted at a time. It is less than the thread serves at a time, so
+// accepted connections make progress before more are accepted.
 constexpr int kTurn = 16;
 
 }  // namespace

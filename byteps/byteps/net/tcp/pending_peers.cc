@@ -66,7 +66,7 @@ void PendingPeers::EvictOne() {
     const auto most =
         std::max_element(per_origin_.begin(), per_origin_.end(),
                          [](const auto& a, const auto& b) { return a.second < b.second; });
-    // If each address has a single connection, the oldest goes.
+    // If each address has one connection only, the oldest connection is closed.
     victim = most->second == 1
                  ? entries_.begin()
                  : std::find_if(entries_.begin(), entries_.end(),

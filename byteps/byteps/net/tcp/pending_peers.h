@@ -16,13 +16,13 @@ namespace tcp {
 // Time between two warnings about a flood of unauthenticated connections.
 constexpr auto kWarnAgain = std::chrono::minutes(1);
 
-// An unauthenticated connection. A process limits their number, and closes one to make room for the
-// next.
+// An unauthenticated connection. A process limits the number of such connections: when the limit is
+// reached, it closes one for each new one.
 //
-// Connections are accepted as they come, so a legitimate node does not queue in the kernel behind
-// silent ones. When the limit is reached, the address with the most pending connections loses its
-// oldest connection. So a flood from one address does not affect nodes at other addresses. During a
-// flood from a node's own address, the node still has limit / (connections per second of the flood)
+// All connections are accepted at once, so that an honest node does not queue in the kernel behind
+// silent connections. At the limit, the address with the most pending connections loses its oldest
+// connection. So a flood from one address does not affect nodes at other addresses. During a flood
+// from a node's own address, the node still has limit / (connections per second of the flood)
 // seconds to authenticate.
 
 class PendingPeer : public Pollable {

@@ -49,7 +49,7 @@ Poller::~Poller() { Stop(); }
 void Poller::Stop() {
   stop_ = true;
   Wake();
-  // Ended by the thread's end, since it was told to stop; deadline: none.
+  // The thread was told to stop, so this wait is ended by its return; deadline: none.
   if (thread_.joinable()) thread_.join();
   // Pollables and tasks hold this poller. They are destroyed without the lock.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
@@ -137,17 +137,17 @@ void Poller::RunTasks() {
 
 int Poller::Await(epoll_event* events, int milliseconds) {
   if (milliseconds == 0 || !stays_awake_.exchange(false)) {
-    // Ended by an event or Wake; deadline: that of the first timer.
+    // The wait is ended by an event or Wake; deadline: that of the first timer.
     return epoll_wait(epoll_.get(), events, kEvents, milliseconds);
   }
   const auto begin = Clock::now();
   int count = 0;
   while (count == 0 && last_wait_ <= kAwake && Clock::now() < begin + kAwake) {
-    // Ended by the call itself; deadline: now.
+    // The wait is ended by the call itself; deadline: now.
     count = epoll_wait(epoll_.get(), events, kEvents, 0);
     if (count == 0) std::this_thread::yield();
   }
-  // Ended by an event or Wake; deadline: that of the first timer.
+  // The wait is ended by an event or Wake; deadline: that of the first timer.
   if (count == 0) count = epoll_wait(epoll_.get(), events, kEvents, milliseconds);
   last_wait_ = Clock::now() - begin;
   return count;
@@ -173,11 +173,11 @@ void Poller::ServeReady() {
   if (thread_serves_ || !serving_mu_.TryLock()) return;
   const Unlocking serving{&serving_mu_};
   epoll_event events[kEvents];
-  // Ended by the call itself; deadline: now.
+  // The wait is ended by the call itself; deadline: now.
   const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
   if (count <= 0) return;
   Serve(events, count);
-  // The rest is the poller thread's work: the caller handles only what was ready.
+  // Other work is left to the poller's thread: the caller handles only the sockets that were ready.
   const bool woken = std::any_of(events, events + count,
                                  [](const epoll_event& event) { return event.data.u64 == 0; });
   if (!woken && unfinished_.empty()) return;
@@ -197,7 +197,7 @@ void Poller::Loop() {
     before.swap(unfinished_);
     Serve(events, count);
     for (const uint64_t number : before) {
-      // Just served: it has reported itself whether it has more.
+      // If the pollable was just served, it has reported by itself whether it has more to do.
       const bool served = std::any_of(events, events + std::max(count, 0),
                                       [&](const auto& event) { return event.data.u64 == number; });
       if (!served) Serve(number, 0);

@@ -63,8 +63,8 @@ class Poller {
   void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // clang cannot follow TryLock
 
   // Tells the thread that more data may come within microseconds. The thread then polls for up to
-  // kAwake before it sleeps, since a wake-up would take as long as the data; but not if its last
-  // such wait was longer than kAwake. Call in OnReady and tasks only.
+  // kAwake before it sleeps, since a wake-up would take as long as the data. It does not poll if
+  // the last such wait took longer than kAwake. Call in OnReady and tasks only.
   void StayAwake() { stays_awake_ = true; }
 
   // Ends the thread and drops waiting tasks. Idempotent.
@@ -92,15 +92,15 @@ class Poller {
   Clock::duration last_wait_ = Clock::duration::max();  // the thread's last wait after StayAwake
 
   Mutex serving_mu_;
-  // Whether the poller's thread is about to take serving_mu_. ServeReady then leaves the lock to
-  // that thread: otherwise threads that wait for answers could take it again and again.
+  // Whether the poller's thread is about to take serving_mu_. ServeReady then does not take the
+  // lock: threads that wait for answers could otherwise take it again and again.
   std::atomic<bool> thread_serves_{false};
   // Numbers of the pollables that have more to do.
   std::vector<uint64_t> unfinished_ PS_GUARDED_BY(serving_mu_);
 
   Mutex mu_;
-  // By number. The kernel reuses descriptors, but the poller never reuses a number: so an event
-  // that was fetched before Forget finds no pollable.
+  // Watched pollables by number. The kernel reuses descriptors, but the poller never reuses a
+  // number. So an event that was fetched before Forget finds no pollable.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched_ PS_GUARDED_BY(mu_);
   std::unordered_map<int, uint64_t> numbers_ PS_GUARDED_BY(mu_);
   uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;

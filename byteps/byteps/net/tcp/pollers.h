@@ -32,10 +32,10 @@ class Pollers {
     std::shared_ptr<MemoryPool> pool;
   };
 
-  // Places the pollers for these NICs. Call before the first connection.
+  // Moves the pollers to the NUMA nodes of these NICs. Call before the first connection.
   void ServeNics(const std::vector<HostNic>& nics, const NumaNodes& nodes);
-  // Returns the place of the next connection over the NIC with this address, round robin. For an
-  // unknown address this may be any poller. Thread-safe.
+  // Returns the poller for the next connection over the NIC with this address, round robin. For an
+  // unknown address, returns any poller. Thread-safe.
   Place Next(const std::string& address);
 
   const std::shared_ptr<Poller>& first() const { return pollers_.front(); }

@@ -14,8 +14,8 @@ namespace tcp {
 // pass through the buffer: they are read straight into their destination.
 class ReadBuffer {
  public:
-  // Size of the buffer. It limits what one read takes besides a value: several small messages, or
-  // the next meta and the first bytes of its values, which must then be copied.
+  // Size of the buffer. It limits the bytes that one read takes besides a value: several small
+  // messages, or the next meta and the first bytes of its values, which must then be copied.
   static constexpr size_t kBytes = 16384;
 
   ReadBuffer() : bytes_(kBytes) {}

@@ -65,7 +65,7 @@ void SendQueue::Arrived(uint64_t received, OutgoingList* arrived) {
 
 size_t SendQueue::Resume(uint64_t received, OutgoingList* arrived) {
   OutgoingList again = log_.Resume(received, arrived);
-  // If the last socket broke while messages were sent again, the rest of them follows.
+  // If the last socket broke while messages were being sent again, the remaining ones follow.
   for (auto& message : again_) again.push_back(std::move(message));
   again_.swap(again);
   bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);

@@ -12,12 +12,9 @@
 namespace ps {
 namespace tcp {
 
-// Messages of a connection that wait, that have to be sent again, or that the peer has not
-// acknowledged. Small messages overtake large ones that have not begun. Messages of a broken socket
-// go first, in their original order.
-//
-// Not thread-safe: the connection locks it. Destroy returned lists without the lock: to destroy a
-// message may call Send.
+// Messages of a connection that wait to be sent, that must be sent again, or that the peer has not
+// acknowledged. A small message overtakes large ones whose sending has not begun. Messages of a
+// broken socket go first, in their original order.
 class SendQueue {
  public:
   void Push(OutgoingPtr outgoing);

@@ -20,7 +20,7 @@ namespace tcp {
 namespace {
 
 constexpr int kBacklog = 4096;
-// Keep-alive probes before a silent peer counts as lost.
+// Number of keep-alive probes after which a silent peer counts as lost.
 constexpr int kProbes = 3;
 // Limit of unsent bytes in the kernel: enough to keep a link busy while a thread wakes, and no
 // more, since urgent messages queue behind them.

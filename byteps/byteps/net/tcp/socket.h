@@ -23,11 +23,10 @@ Fd Listen(const Address& address, int* port);
 // when the attempt has ended. Returns an empty Fd, with errno set, if the attempt failed at once.
 Fd BeginConnect(const Address& address, const std::string& from = "");
 
-// Returns the attempt's result: 0 or an errno.
+// Returns the result of the attempt to connect: 0 or an errno.
 int ConnectError(int fd);
 
-// The two addresses of a connected socket, without ports. Empty if the socket is not connected any
-// more.
+// The two addresses of a connected socket, without ports. Empty if it is no longer connected.
 struct HostPair {
   std::string here;
   std::string there;
@@ -53,7 +52,7 @@ size_t MakeRoomForFiles(size_t connections);
 // passes through another process.
 //
 // A sending thread first notes its reads of the memory. ThreadSanitizer then reports a race if a
-// thread writes to the memory without having waited for the end of the message. When the peer has
+// thread writes to the memory without waiting until the message has been sent. When the peer has
 // acknowledged the message, or its answer is about to be written to the same memory, TakeBack tells
 // ThreadSanitizer that the reads are over.
 
@@ -85,7 +84,8 @@ inline void NoteRead(const iovec& piece) { __tsan_read_range(piece.iov_base, pie
 inline void HandOver(const void* begin) { __tsan_release(const_cast<void*>(begin)); }
 inline void TakeBack(const void* begin) { __tsan_acquire(const_cast<void*>(begin)); }
 
-// While it exists, ThreadSanitizer does not note this thread's reads, since they are noted already.
+// Keeps ThreadSanitizer from noting this thread's reads, which were noted before, as long as this
+// object lives.
 class NotedAlready {
  public:
   NotedAlready() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__); }

@@ -43,7 +43,7 @@ class Stream {
   tls::Session::Step Handshake() { return tls_->Handshake(); }
   // Stops encrypting, to tell a peer that does not encrypt why it is refused.
   void GoPlain() { tls_.reset(); }
-  // Returns bytes that only the two ends of this connection know; "" without encryption.
+  // Returns bytes that only the two ends of this encrypted connection know; "" without encryption.
   std::string binding() const { return tls_ ? tls_->binding() : ""; }
 
  private:

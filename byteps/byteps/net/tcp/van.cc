@@ -65,8 +65,8 @@ bool IsOnThisHost(const Node& node) {
   return false;
 }
 
-// A quarter of this worker's share of the host's cores: the rest belongs to the framework, or to
-// the server's reductions.
+// Number of threads: a quarter of this worker's share of the host's cores. The framework, or the
+// server's reductions, need the other cores.
 int DefaultThreads(int workers) { return std::clamp(Processors() / workers / 4, 1, kMaxThreads); }
 
 tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::Settings& tcp) {
@@ -74,11 +74,11 @@ tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::
   settings.secret = tcp.secret;
   settings.tls = tcp.tls;
   settings.reconnect_s = van.reconnect_s;
-  // Leaves half of the time to reconnect. Without reconnecting, heartbeats should notice a silent
-  // peer first: they know more.
+  // Half of the reconnect time is left to reconnect. Without reconnecting, heartbeats should notice
+  // a silent peer before the socket does, because their error says more.
   const double peer_timeout_s = van.membership.peer_timeout_s;
   settings.silence_s = van.reconnect_s > 0 ? van.reconnect_s / 2 : 2 * peer_timeout_s + 2;
-  // Another pair of NICs is tried before the peer counts as silent.
+  // Before the peer counts as silent, another pair of NICs is tried.
   settings.switch_s = std::min(settings.switch_s, peer_timeout_s / 4);
   return settings;
 }
@@ -112,7 +112,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   if (threads == 0) {
     threads = post->is_scheduler() ? 1 : DefaultThreads(settings().nics.local_size);
   }
-  // Only a worker knows its number of connections, and only after joining.
+  // Only a worker knows its number of connections, and it knows it only after joining.
   const int most = std::max(tcp_.connections > 0 ? tcp_.connections : kMaxThreads, kUsualNics);
   const int neighbors = membership.backups ? 2 : 0;
   const size_t peers = membership.keep && !post->is_worker() ? kAnyNumberOfPeers
@@ -121,7 +121,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
   pollers_ = std::make_unique<tcp::Pollers>(threads, tcp_.receive_pool_bytes);
-  // If few files may be open, most are kept for the job's own connections.
+  // If this process may open few files, most of them are reserved for the job's own connections.
   const size_t room =
       std::clamp(files / 4, kPendingLeast, settings_.tls ? kPendingEncrypted : kPendingPeers);
   pending_ = std::make_unique<tcp::PendingPeers>(
@@ -169,7 +169,7 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
 
 void TcpVan::ListenAt(const std::vector<Address>& addresses, int* port) {
   for (Address address : addresses) {
-    // Both in_port fields have the same offset.
+    // The port is at the same offset in both address families.
     reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(*port);
     tcp::Fd fd;
     try {
@@ -264,7 +264,7 @@ void TcpVan::Dial(const Node& node) {
   // A copy: the peer's own list is guarded by the table's lock from now on.
   const Peers::Links dialed = connections;
   peers_.Add(std::move(peer));
-  // Longer than the wait for the scheduler, whose error is more specific.
+  // This limit is longer than the wait for the scheduler, whose error is more specific.
   const auto limit =
       std::chrono::duration<double>(settings().membership.start_timeout_s + kPatience);
   const auto deadline =

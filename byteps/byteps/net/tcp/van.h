@@ -31,15 +31,15 @@ namespace tcp {}  // namespace tcp
 // working connection with the fewest queued bytes.
 //
 // Threads: BYTEPS_IO_THREADS pollers read, and write what senders could not write at once. A poller
-// runs near the NICs that it serves (Pollers). A thread that waits for a small all-reduce reads
-// too. The poller that reads a data message calls the data handler. Van's receiving thread handles
-// control messages and lost peers.
+// runs on the NUMA node of the NICs that it serves (Pollers). A thread that waits for a small
+// all-reduce reads too. The poller that reads a data message calls the data handler. Van's
+// receiving thread handles control messages and lost peers.
 //
 // Identity: both ends of a connection prove that they have the job's secret (greeter.h). The
 // scheduler creates a number for the job and its generation, and tells the number to nodes that
 // connect. Servers accept connections of that generation only. A node's token, a random number in
-// Node::endpoint_name, tells which process a connection belongs to. The sender that a message names
-// is ignored: the connection determines the sender.
+// Node::endpoint_name, tells which process a connection belongs to. The sender of a message is
+// taken from its connection, not from the message.
 
 namespace tcp {
 
@@ -101,7 +101,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void ListenAt(const std::vector<Address>& addresses, int* port);
   // Makes a connection over the NIC with this address; "" if the NIC is unknown.
   tcp::ConnectionPtr NewConnection(const std::string& address);
-  // Places pollers near this node's NICs.
+  // Moves pollers to the NUMA nodes of this node's NICs.
   void PlacePollers(const Node& self);
   bool MeansScheduler(const tcp::Hello& hello) const;
   // Returns whether a connecting peer must retry, because the scheduler's announcement of it is

@@ -72,7 +72,7 @@ struct Reply {
   std::string proof;      // auth::kProofBytes
   std::string refusal;    // reason to refuse the connection; "": accepted
 
-  // Returns the bytes that the proof covers after those of Hello and Challenge.
+  // Returns the bytes that the proof covers in addition to Hello and Challenge.
   std::string Claims() const;
   std::string Encode() const;
 };

@@ -28,7 +28,7 @@ struct Loaded {
 };
 
 void* Open(const char* library, std::string* error) {
-  // Never closed: it has per-thread state.
+  // The library is never closed, because it has per-thread state.
   void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr && error->empty()) {
     const char* reason = dlerror();
@@ -66,7 +66,7 @@ Loaded Load() {
 }  // namespace
 
 const OpenSsl& LoadOpenSsl() {
-  // Never destroyed, like the library.
+  // The functions are never destroyed, like the library.
   static const Loaded* const loaded = new Loaded(Load());
   if (!loaded->error.empty()) throw Error(loaded->error);
   return loaded->api;
@@ -153,7 +153,7 @@ Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpen
     api_.SSL_CTX_free(context_);
     throw Error("BYTEPS_TLS=1: this machine's OpenSSL knows none of " + std::string(kSuites));
   }
-  // With a pre-shared key there are no certificates, and none is accepted.
+  // With a pre-shared key neither end has a certificate, and neither accepts one.
   api_.SSL_CTX_set_verify(context_, kVerifyPeer | kFailIfNoPeerCertificate, nullptr);
   has_certificates_ = !files.certificate.empty();
   if (has_certificates_) {
@@ -272,7 +272,7 @@ int Session::OnRead(bio_st* bio, char* data, int bytes) {
   api.BIO_clear_flags(bio, kFlagsRetry);
   if (self->plain_ || self->error_ != 0) return -1;
   if (self->ended_) return 0;
-  // Peeks at the first byte before it is taken.
+  // The first byte is only peeked at, to see whether the peer speaks TLS.
   ssize_t n = self->known_ ? 1 : self->Receive(data, 1, MSG_PEEK);
   if (n == 1 && !self->known_) {
     const auto first = static_cast<unsigned char>(*data);
@@ -335,7 +335,7 @@ Session::Step Session::Handshake() {
 }
 
 void Session::Bind() {
-  // Should be impossible: neither end would accept a certificate.
+  // This should be impossible, because neither end accepts a certificate.
   if (!shared_->has_certificates() && api_.SSL_session_reused(ssl_) != 1) {
     throw Error("the TLS handshake did not use the job's secret");
   }

@@ -209,12 +209,12 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Continues the handshake. Call before reading or writing. Throws Error if the peer's handshake
-  // is wrong, after it has told the peer.
+  // Continues the handshake. Call before reading or writing. If the peer's handshake is wrong,
+  // sends the peer a TLS alert, then throws Error.
   Step Handshake();
 
-  // Read and write like readv and sendmsg with MSG_DONTWAIT. After EPROTO failure() says what was
-  // wrong. After EAGAIN the next Write must get the same bytes again.
+  // Read and Write behave like readv and sendmsg with MSG_DONTWAIT. After EPROTO, failure() returns
+  // the reason. After EAGAIN, the next Write must get the same bytes again.
   ssize_t Read(const iovec* vector, int count);
   ssize_t Write(const iovec* vector, int count);
   std::string failure();
@@ -233,7 +233,7 @@ class Session {
   // Receives from the socket. Returns -1 if there is nothing to receive, or on an error (error_).
   ssize_t Receive(char* data, size_t bytes, int flags) PS_REQUIRES(mu_);
   void Bind() PS_REQUIRES(mu_);
-  // Sends the encrypted bytes. Returns false if some are left; errno says why.
+  // Sends encrypted bytes. Returns false, and sets errno, if some bytes are left.
   bool Flush() PS_REQUIRES(mu_);
   // Encrypts the first of these bytes. Returns how many it has encrypted; 0 on failure.
   size_t Encrypt(const iovec* vector, int count) PS_REQUIRES(mu_);

@@ -107,7 +107,7 @@ bool Accounts::IsOf(int rank, const ReplicaTable::Past& replica) const {
   if (account == nullptr || replica.state == State::kLeaving) return false;
   const int ready_epoch = ReadyEpochOf(*account, Of(rank));
   if (replica.state == State::kGathering) return ready_epoch < 0;
-  // This worker may not know yet that all workers of its replica are ready.
+  // The worker may not know yet that all workers of its replica have become ready.
   return ready_epoch == replica.ready_epoch || (ready_epoch < 0 && replica.ready_epoch > 0);
 }
 

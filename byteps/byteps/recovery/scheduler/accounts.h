@@ -16,7 +16,7 @@ namespace ps {
 namespace membership {
 
 // State of a job, as a restarted scheduler derives it from the accounts of all nodes. An account is
-// a node's report about its own place in the job (docs/design/losses.md). Not thread-safe.
+// a node's report on itself and the job (docs/design/losses.md). Not thread-safe.
 class Accounts {
  public:
   using State = ReplicaTable::State;
@@ -30,15 +30,15 @@ class Accounts {
 
   // Ranks of workers that left the job after their work was done.
   std::set<int> Left() const;
-  // The newest turn of each server rank.
+  // The newest turn of each server rank (net/membership/words.h).
   Turns NewestTurns() const;
   // Whether the returned server is the current server of its rank.
   bool HasPlace(int server_rank) const;
-  // The newest epoch in any account. The caller then announces a later epoch to all nodes, since
-  // the dead scheduler may have announced a change to some nodes only.
+  // The newest epoch in any account. The dead scheduler may have announced a change to some nodes
+  // only, so the caller then announces a later epoch to all nodes.
   int NewestEpoch() const;
   std::vector<ReplicaTable::Past> Replicas() const;
-  // Whether a returned worker belongs to the present start of its replica.
+  // Whether a returned worker belongs to the present workers of its replica, not to earlier ones.
   bool IsOf(int rank, const ReplicaTable::Past& replica) const;
   // Ids of nodes that belong to the job and have not yet returned to this scheduler.
   std::vector<int> Missing() const;
@@ -48,8 +48,8 @@ class Accounts {
   int Of(int rank) const { return rank / (size_.workers / count()); }
   // The newest view in the accounts of nodes of this role; null if no account has a view.
   const ReplicaView* Newest(Node::Role role) const;
-  // Epoch in which the replica became ready, as this worker knows it: 0 if it was present from
-  // the beginning; -1 if this worker still waits for other workers of the replica.
+  // Epoch in which the replica became ready, according to this worker's account: 0 if it was
+  // present from the beginning; -1 if this worker still waits for other workers of the replica.
   static int ReadyEpochOf(const Account& account, int replica);
 
   JobSize size_;

@@ -12,7 +12,7 @@ using membership::Send;
 
 namespace {
 
-// Within this time, a node whose link broke is lost or has reconnected (LinkPatience).
+// Seconds within which a node whose link broke is either lost or has reconnected (LinkPatience).
 constexpr double kHoldSeconds = 6;
 constexpr double kLookSeconds = 0.05;
 
@@ -72,7 +72,7 @@ bool HeldFailure::Hold(int worker, const std::string& what) {
     }
     reason = Describe(member->node) + " " + what;
   }
-  // The worker itself need not wait for the verdict.
+  // The failed worker itself gets its answer at once.
   Send(job_->links, Control::JOB_FAILED, worker, reason);
   scheduler_->Wake();
   return true;

@@ -13,8 +13,8 @@ namespace ps {
 class SchedulerMembership;
 
 // A worker's failure that is reported while links to other nodes are broken. Perhaps one of these
-// nodes ended first, and the worker only noticed. The verdict waits until each of them is lost or
-// connected again.
+// nodes ended first, and the worker failed because of that. So the scheduler decides which node was
+// lost only when each of them is lost or connected again.
 //
 // Thread-safe.
 class HeldFailure {
@@ -36,8 +36,8 @@ class HeldFailure {
 
   // ----- called without a lock
 
-  // Takes a worker's report of its failure, with the reason `what`. Returns false if
-  // the verdict need not wait.
+  // Takes a worker's report of its failure, with the reason `what`. Returns false if the scheduler
+  // can decide at once.
   bool Hold(int worker, const std::string& what);
   void Decide(Clock::time_point now);
 

@@ -15,7 +15,7 @@ using membership::Send;
 
 namespace {
 
-// Time that a worker stays for others after its work: long enough to notice the loss of a server.
+// Seconds that a worker stays after its work is done: long enough to notice the loss of a server.
 constexpr double kLingerSeconds = 5;
 
 }  // namespace

@@ -32,14 +32,13 @@ class Leavers {
 
   // Implements RosterPolicy::OnLeft.
   std::vector<Node> OnLeft(Member* worker);
-  // Whether every worker that takes part has left.
+  // Whether every worker of the present replicas has left.
   bool HaveAllLeft() const;
-  // Whether every worker that takes part has left, and all servers know that.
+  // Whether every worker of the present replicas has left, and all servers know that.
   bool IsOver() const;
   // Lets a worker go. Returns false if it did not linger.
   bool Release(Member* worker);
-  // Forgets what a lost server knew: its successor does not
-  // know which workers have left.
+  // Forgets which workers a lost server knew to have left: its successor does not know.
   void Forget(int server);
   void Clear();
 

@@ -17,7 +17,7 @@ namespace ps {
 //   joining ◀── admitted ── waiting ◀── ready ── gathering
 //
 // Each announced change begins an epoch, which all servers acknowledge. A removed replica can come
-// back only after all servers have dropped the old one; a replica is announced as present only
+// back only after all servers have dropped its old workers. A replica is announced as present only
 // after all servers wait for its pushes.
 //
 // Not thread-safe.
@@ -34,8 +34,8 @@ class ReplicaTable {
     int ready_epoch = 0;
     int donor = -1;
   };
-  // Restores a job. The caller announces `epoch` to all nodes: some may have missed earlier
-  // changes.
+  // Restores the replicas of a job. The caller announces `epoch` to all nodes, because some nodes
+  // may have missed earlier changes.
   void Restore(const std::vector<Past>& replicas, int workers, int epoch,
                AwakeClock::time_point now);
   bool active() const { return replicas_.size() > 1; }
@@ -56,12 +56,12 @@ class ReplicaTable {
   AwakeClock::time_point GathersSince(int replica) const { return replicas_[replica].since; }
   // Records that a worker is ready. Returns true for the last one of a replica, which then waits.
   bool Ready(int rank);
-  // Admits a waiting replica; all workers that take part are between two steps. The
-  // replica joins when all servers know of it. Returns false if the replica does not
+  // Admits a waiting replica. The caller has checked that all present workers are between two
+  // steps. The replica joins when all servers know of it. Returns false if the replica does not
   // wait, or became ready in another epoch.
   bool Admit(int replica, int ready_epoch);
   // Whether a node that knows all changes up to `epoch` knows when the replica of worker `rank`
-  // became ready. If not, the node's messages are about an earlier start of the replica.
+  // became ready. If not, the node's messages are about earlier workers of the replica.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
   // Forgets the acknowledgements of a server that was replaced.
   void Forget(int server) { acknowledged_.erase(server); }

@@ -147,8 +147,8 @@ void Replicas::OnNewcomer(const Node& worker) {
 }
 
 void Replicas::OnBegun() {
-  // After the workers have left or are lost, servers alone can tell a restarted scheduler that
-  // there are replicas.
+  // When all workers have left or are lost, only servers can tell a restarted scheduler that the
+  // job has replicas. So each server is told now.
   if (job_->settings.scheduler_return_s <= 0) return;
   std::vector<int> servers;
   std::string view;
@@ -212,7 +212,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
       } else if (const auto* awaited = std::get_if<membership::Awaited>(&word)) {
         if (IsOfPresent(awaited->rank)) passed_on = IdOf(Node::WORKER, awaited->rank);
       } else if (const auto* late = std::get_if<membership::Late>(&word)) {
-        // The report may be about a life that was removed meanwhile, while the next is present.
+        // The report may be about a replica that was removed since, and has come back.
         if (!IsOfPresent(late->rank) || !table_->Knows(late->rank, late->epoch)) return;
         removed = IdOf(Node::WORKER, late->rank);
         why = late->why;
@@ -221,7 +221,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
       changed = table_->Ready(Postoffice::IDtoRank(sender));
       if (changed) PS_PROBE(kReplicaWaits);
     } else if (const auto* admit = std::get_if<membership::Admit>(&word)) {
-      // Workers of a joining replica cannot admit others.
+      // A worker of a replica that has not joined yet cannot admit a replica.
       if (table_->IsComing(ReplicaOf(sender))) return;
       changed = table_->Admit(admit->replica, admit->ready_epoch);
       if (changed) PS_PROBE(kReplicaAdmitted);

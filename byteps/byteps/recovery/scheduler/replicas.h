@@ -17,10 +17,8 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Removes replicas whose workers are lost, admits those that come back, and announces both
+// Removes replicas whose workers are lost, admits replicas that come back, and announces both
 // (docs/design/replicas.md).
-//
-// Thread-safe.
 class Replicas {
  public:
   using Clock = ScheduledJob::Clock;
@@ -31,9 +29,9 @@ class Replicas {
 
   // ----- called with ScheduledJob::mu held
 
-  // Refusal for a worker that wants the place of `member`.
+  // Returns the refusal for a worker that wants the rank of `member`.
   membership::Refusal WhyTaken(membership::Refusal refusal, const Member& member) const;
-  // Handles a worker that has taken the place of a removed one.
+  // Handles a worker that has got the rank of a removed worker.
   void OnArrival(const Member& worker);
   bool IsComing(int worker) const;
   // Records a removed worker, so that the next announcement tells the servers of it.
@@ -42,24 +40,24 @@ class Replicas {
 
   // ----- called without a lock
 
-  // Removes the replica of a lost worker. Returns false if the job cannot go on without it.
+  // Removes the replica of a lost worker. Returns false if the job cannot continue without it.
   bool Lose(int node_id, const std::string& reason);
   // Handles a worker that registered after the job began. Starts the workers of its replica once
   // all of them have registered.
   void OnNewcomer(const Node& worker);
   // Announces the initial replicas to the servers.
   void OnBegun();
-  // Announces the current state of the replicas to all nodes. `news`: what changed, for their logs.
-  // Servers also learn which connections to close.
+  // Announces the current state of the replicas to all nodes. `news`: a description of the change,
+  // for their logs. Servers also learn which connections to close.
   void Tell(const std::string& news);
   // Handles a member's message about replicas.
   void OnWord(int sender, const membership::MemberWord& word);
-  // Removes replicas of which some workers registered, but others did not register in time.
+  // Removes replicas of which some workers have registered, and others have not registered in time.
   void CheckComing(Clock::time_point now);
 
  private:
   int ReplicaOf(int worker) const PS_REQUIRES(job_->mu);
-  // Whether a replica other than this one goes on, or has done all its work.
+  // Whether any replica other than this one is present, or has done all its work.
   bool OthersGoOn(int replica) const PS_REQUIRES(job_->mu);
   // Whether this worker is in the job, and its replica takes part in sums.
   bool IsOfPresent(int rank) const PS_REQUIRES(job_->mu);

@@ -16,7 +16,7 @@
 
 namespace ps {
 
-// Lets the job go on after nodes are lost, as far as the settings and the job's replicas allow
+// Continues the job after nodes are lost, if the settings and the job's replicas allow that
 // (docs/design/losses.md).
 class RosterRecovery : public RosterPolicy {
  public:

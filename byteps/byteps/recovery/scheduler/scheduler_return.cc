@@ -169,7 +169,7 @@ std::vector<Node> SchedulerReturn::MakeRoom(const Node& node, const Account& acc
   std::vector<Node> aside;
   if (job_->has_begun) return aside;
   if (gathers_) {
-    // An earlier life of the node, which the previous scheduler had sent away.
+    // This member is an earlier process of the node, which the previous scheduler had removed.
     const Member* const member = job_->roster.Find(node.id);
     if (member != nullptr && TokenOf(member->node) != TokenOf(node)) aside.push_back(member->node);
     return aside;
@@ -243,7 +243,7 @@ std::vector<Node> SchedulerReturn::TakeLeavers(const std::vector<Message>& held,
                                                const std::vector<int>& missing) {
   const std::set<int> away(missing.begin(), missing.end());
   const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
-  // Servers that know the job is over do not return, and cannot say which workers have left.
+  // Servers that know that the job is over do not return, and cannot say which workers have left.
   const bool no_server =
       std::all_of(servers.begin(), servers.end(), [&](int id) { return away.count(id) > 0; });
   std::set<int> saying;
@@ -301,7 +301,7 @@ std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
     if (other != nullptr) member->node = strays.back();
     if (replica.state == ReplicaState::kLeaving || replica.state == ReplicaState::kGathering) {
       member->left = member->removed = true;
-      // If its workers gather again, all servers have dropped the old ones already.
+      // If new workers of the replica are registering, all servers have dropped its old workers.
       if (replica.state == ReplicaState::kLeaving) replicas_->AddRemoved(member->node);
     } else if (left.count(rank) > 0) {
       member->left = true;

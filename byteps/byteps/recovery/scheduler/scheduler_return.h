@@ -52,7 +52,7 @@ class SchedulerReturn {
   // Takes in a node that returns.
   void OnReturn(const Node& node, const membership::Claim& claim,
                 const membership::Account& account);
-  // Goes on without nodes that did not return in time.
+  // Continues without nodes that have not returned in time.
   void OnBeat(Clock::time_point now);
 
  private:
@@ -63,10 +63,11 @@ class SchedulerReturn {
   // Removes and returns the nodes that have to give way to a returning node.
   std::vector<Node> MakeRoom(const Node& node, const membership::Account& account)
       PS_REQUIRES(job_->mu);
-  // Continues the job if all nodes have returned. If `late`, continues it without the others.
+  // Continues the job if all nodes have returned. If `late`, continues it without missing nodes.
   void GoOn(bool late);
-  // Returns the workers whose LEAVE message was held, if no other worker stays in the job. Then the
-  // job is over, and missing nodes may have ended for that reason. Otherwise returns no worker.
+  // Returns the workers whose LEAVE message was held, if no other worker is still in the job. In
+  // that case the job is over, and the missing nodes may have ended for that reason. Otherwise
+  // returns no worker.
   std::vector<Node> TakeLeavers(const std::vector<Message>& held, const std::vector<int>& missing)
       PS_REQUIRES(job_->mu);
   // Rebuilds the roster and the replicas from the accounts. Returns nodes that have returned but no

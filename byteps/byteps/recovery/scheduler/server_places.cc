@@ -124,7 +124,8 @@ bool ServerPlaces::Lose(int node_id, const std::string& reason) {
     lost = member->node;
     member->left = member->removed = true;  // the rank is not free yet
   }
-  // If the server is alive after all, it must learn of its loss before a successor has its id.
+  // If the server is alive after all, it must be told that it was declared lost, before its
+  // successor gets its id.
   Send(job_->links, Control::JOB_FAILED, node_id, reason);
   job_->links->Disconnect(node_id);
   {

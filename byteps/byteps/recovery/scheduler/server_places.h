@@ -37,15 +37,15 @@ class ServerPlaces {
   // Gives `server` the rank that has been vacant for longest, since the time limit of that rank
   // ends first. Does nothing if no rank is vacant.
   void Choose(Node* server) const;
-  // Fills the rank of this node id by a server. Returns false if the rank was not vacant.
+  // Gives the rank of this node id to a server. Returns false if the rank was not vacant.
   bool Fill(int node_id);
-  // Time at which a vacant rank was last taken.
+  // Time at which a server last got a vacant rank.
   Clock::time_point last_filled() const;
-  // Turns of all ranks, without the losses that LostWords reports.
+  // Turns of all ranks (net/membership/words.h), without the losses that LostWords reports.
   membership::Turns TurnsToTell() const;
   // Messages about the vacant ranks.
   std::vector<membership::MemberWord> LostWords() const;
-  // State of a rank that was ever lost, with its present server.
+  // State of a rank whose server was lost at least once, with its present server.
   struct Word {
     int server;
     membership::MemberWord word;
@@ -58,14 +58,13 @@ class ServerPlaces {
 
   // ----- called without a lock
 
-  // Makes the rank of a lost server vacant. Returns false if the job cannot go on without this
-  // server.
+  // Makes the rank of a lost server vacant. Returns false if the job cannot continue without it.
   bool Lose(int node_id, const std::string& reason);
-  // Announces to `server` and to the other nodes that it replaces a lost server.
+  // Tells `server` and the other nodes that it replaces a lost server.
   void OnFilled(const Node& server);
-  // Announces the state of all ranks again, since some nodes may have missed it.
+  // Tells all nodes the state of all ranks again, because some nodes may have missed it.
   void TellAll();
-  // Reason to stop waiting for a server that takes a vacant rank; "" to go on waiting.
+  // Returns why to stop waiting for servers to fill vacant ranks; "" to go on waiting.
   std::string ReasonToGiveUp(Clock::time_point now);
 
  private:

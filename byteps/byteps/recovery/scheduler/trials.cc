@@ -12,8 +12,8 @@
 namespace ps {
 namespace {
 
-// Seconds in which a server must be heard after another node has reported their link as broken.
-// That node waits longer for the verdict.
+// Seconds within which the scheduler must hear from a server after another node has reported their
+// link as broken. The reporting node waits longer than that for the decision.
 constexpr double kTrialSeconds = 4;
 
 }  // namespace
@@ -40,7 +40,7 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
       return true;
     }
   }
-  // The job cannot go on without that worker; it may without the server.
+  // Without that worker the job cannot continue, but perhaps without the server.
   return places_->Lose(server.id, reason);
 }
 
@@ -49,7 +49,7 @@ bool Trials::AccuseWorker(int server, int worker, const std::string& reason) {
     MutexLock lock(&job_->mu);
     if (!IsServerId(server) || !table_->active()) return false;
   }
-  // The job cannot go on without the last replica; it may without the server.
+  // Without its last replica the job cannot continue, but perhaps without the server.
   return replicas_->Lose(worker, reason) || places_->Lose(server, reason);
 }
 

@@ -35,11 +35,11 @@ class Trials {
 
   // ----- called without a lock
 
-  // Decides after a node has reported that its link with a server broke: one of the two is gone
-  // or unreachable. In a job without replicas, a server that a worker accuses is lost.
-  // Otherwise the server is lost if most replicas report a broken link with it, or if the
-  // scheduler does not hear from it in time; if the scheduler does, the accuser is lost.
-  // Returns false if nothing was decided.
+  // Decides after a node has reported that its link with a server broke: one of the two is gone or
+  // unreachable. In a job without replicas, a server that a worker accuses is lost. Otherwise the
+  // server is lost if most replicas report a broken link with it, or if the scheduler does not hear
+  // from it in time. If the scheduler does hear from it, the accuser is lost. Returns false if no
+  // decision was made.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
   // Decides after a server has reported that its link with a worker broke. The worker's
   // replica is removed or, if the job cannot continue without it, the server is lost. Returns
@@ -47,7 +47,7 @@ class Trials {
   bool AccuseWorker(int server, int worker, const std::string& reason);
   // Handles a message from an accused server. Returns false if the server is lost all the same.
   bool Acquit(int server);
-  // Declares the accused servers lost from which the scheduler has not heard in time.
+  // Declares those accused servers lost from which the scheduler has not heard in time.
   void Condemn(Clock::time_point now);
 
  private:
@@ -65,7 +65,7 @@ class Trials {
   const ReplicaTable* const table_ PS_PT_GUARDED_BY(job_->mu);
   ServerPlaces* const places_;
   Replicas* const replicas_;
-  // By node id of the server.
+  // Accusations by node id of the server.
   std::multimap<int, Accusation> accusations_ PS_GUARDED_BY(job_->mu);
   std::map<int, std::map<int, Clock::time_point>> broken_links_
       PS_GUARDED_BY(job_->mu);  // times, by server and replica

@@ -77,8 +77,8 @@ void BackupLink::OnServerReplaced(int rank) {
     ps::MutexLock lock(&mu_);
     is_alone = rank == backup() && token_ == 0;
   }
-  // If the peer connects, it may have sent its MEET already, before its predecessor's loss was
-  // known here.
+  // If the peer connects, it may have sent its MEET before this server knew that the peer's
+  // predecessor is lost.
   if (rank < channel_->rank() && !is_alone) return;
   Meet(rank, is_alone ? kAnswer | kAnew : kAnswer);
 }
@@ -114,7 +114,8 @@ void BackupLink::OnMeet(const Message& message) {
       }
     }
   }
-  // Without a token, the peer does not know this instance yet: send MEET, and it answers.
+  // If the peer has given no token yet, it does not know this instance. This server then sends
+  // MEET, and the peer answers.
   const bool needs_token = message.peer == backup() && token == 0;
   if ((flags & kAnswer) != 0) Meet(message.peer, needs_token ? kAnswer : 0);
   if (message.peer == backup() && token != 0) OnToken(instance, token);
@@ -123,7 +124,7 @@ void BackupLink::OnMeet(const Message& message) {
 void BackupLink::OnToken(uint64_t instance, uint64_t token) {
   {
     ps::MutexLock lock(&mu_);
-    // Messages may overtake each other, also those of a predecessor.
+    // Messages may overtake each other. Messages of a lost predecessor may arrive, too.
     if (over_.count(instance) > 0 || (instance == backup_instance_ && token <= newest_token_))
       return;
     if (instance != backup_instance_) over_.insert(std::exchange(backup_instance_, instance));
@@ -257,7 +258,7 @@ void BackupLink::SendFetched(uint64_t key, uint64_t token) {
     ps::MutexLock lock(&mu_);
     if (token != last_token_) return;  // the primary is lost again
     const bool is_sending = sending_ && sending_->token == token;
-    // The tensor was freed meanwhile; or else all copies were cleared, and RecordOf throws.
+    // Either the tensor was freed since, or all copies were cleared and RecordOf throws.
     if (is_sending && is_whole_ && !copies_.Has(key)) {
       --sending_->open;
       lock.Unlock();

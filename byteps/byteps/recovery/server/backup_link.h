@@ -21,8 +21,8 @@
 namespace byteps {
 namespace core {
 
-// The exchange between neighboring servers, by which each server's optimizer state has a copy on
-// another one (docs/design/losses.md).
+// Messages between neighboring servers, by which another server keeps a copy of each server's
+// optimizer state (docs/design/losses.md).
 //
 //   primary                                backup
 //     MEET  <---------------------------->  MEET (token)  the server that connected sends first
@@ -40,9 +40,9 @@ namespace core {
 // A server is the primary of one neighbor and the backup of the other neighbor. With two servers,
 // both neighbors are the same server.
 //
-// Late messages: a lost server may still send, and may get answers. So a backup gives each instance
-// of its primary a fencing token, and accepts only records with the newest token; and no two
-// servers use the same request numbers.
+// Late messages: a server that was declared lost may still send, and may get answers. So a backup
+// gives each instance of its primary a fencing token, and accepts only records with the newest
+// token. No two servers use the same request numbers.
 
 // Callbacks of the link. Called by any thread, with no lock held except for OnBackup.
 class BackupUser {
@@ -52,7 +52,7 @@ class BackupUser {
   virtual void InThreadOf(uint64_t key, std::function<void()> task) = 0;
   // Called when the backup has applied request `number` about this key, or no longer has a copy.
   virtual void OnCopied(uint64_t key, uint64_t number) = 0;
-  // Called when records must go to a new backup, which has nothing yet. `token`: its token; 0: no
+  // Called when records must go to a new backup, which has no state yet. `token`: its token; 0: no
   // backup. Called with the link's lock held, so that calls are in order: must not call the link.
   virtual void OnBackup(uint64_t token) = 0;
   // Called when the predecessor's state has arrived, or will not arrive.
@@ -80,7 +80,7 @@ class BackupLink {
 
   // ----- work as the primary
 
-  // Makes this server fetch no state, because a member was told that its state is loaded.
+  // Makes this server fetch no state: a member was told that its own state is loaded.
   void HasState() { has_state_ = true; }
   // Sends a record to the backup. Returns the number of the request.
   uint64_t Tell(uint64_t key, const CopyRecord& record, SharedBytes values);
@@ -97,7 +97,7 @@ class BackupLink {
   uint64_t fetched_token();
 
  private:
-  // Ranks of the server that holds the copy of this server, and of the server whose copy it holds.
+  // Ranks of this server's backup, and of the server whose backup this server is.
   int backup() const { return (channel_->rank() + 1) % num_servers_; }
   int primary() const { return (channel_->rank() + num_servers_ - 1) % num_servers_; }
 
@@ -145,8 +145,7 @@ class BackupLink {
   uint64_t last_token_ PS_GUARDED_BY(mu_) = 0;
   uint64_t instance_with_token_ PS_GUARDED_BY(mu_) = 0;
   bool is_whole_ PS_GUARDED_BY(mu_) = true;
-  // A record could not be applied: the copy stays incomplete until the primary sends everything
-  // again.
+  // A record could not be applied: the copy is incomplete until the primary sends everything again.
   bool lacks_record_ PS_GUARDED_BY(mu_) = false;
   struct Sending {
     Message request;  // the FETCH request

@@ -14,9 +14,9 @@
 namespace byteps {
 namespace core {
 
-// Every answered sum gets a serial. A serial is open while its round waits for a member, and while
-// a worker has not confirmed the answer. All members have the sums whose serials are below the
-// first open serial, whatever the tensor.
+// Every answered sum gets a serial number. The number is open as long as its round waits for a
+// member, or a worker has not confirmed the answer. All members have the sums below the first open
+// number, of whatever tensor.
 //
 // Thread-safe.
 class Confirmations {
@@ -56,9 +56,9 @@ class Confirmations {
   void Confirm(int rank, uint64_t before);
   // Records that a worker has left, and will ask for nothing again.
   void SetGone(int rank);
-  // Makes workers of these ranks, and no others, absent. Absent workers need not confirm.
+  // Makes exactly the workers of these ranks absent. Absent workers need not confirm.
   void SetAbsent(const std::set<int>& ranks);
-  // The first open serial, or the next one.
+  // Returns the first open serial, or the next serial if none is open.
   uint64_t FirstOpen();
 
  private:
@@ -69,7 +69,7 @@ class Confirmations {
   ps::Mutex mu_;
   uint64_t last_ PS_GUARDED_BY(mu_) = 0;
   std::map<uint64_t, size_t> open_ PS_GUARDED_BY(mu_);  // by serial: number of reasons to stay open
-  // By rank and request: serial of an unconfirmed answer.
+  // Serial of each unconfirmed answer, by rank and request.
   std::map<int, std::map<uint64_t, uint64_t>> answered_ PS_GUARDED_BY(mu_);
   std::set<int> gone_ PS_GUARDED_BY(mu_);
   std::set<int> absent_ PS_GUARDED_BY(mu_);

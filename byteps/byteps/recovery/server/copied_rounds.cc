@@ -49,7 +49,7 @@ void CopiedRounds::Tell(Partition* partition, Copying&& what, CopyRecord record,
                         SharedBytes values) {
   PartitionNotes* const notes = NotesOf(partition);
   record.token = token_;
-  // Decisions and whole states include the outcome themselves.
+  // Decisions and whole states include the outcome of the last step by themselves.
   RoundUpdate* const last = record.settled.empty() ? LastUpdate(partition) : nullptr;
   if (last != nullptr && !record.is_all) record.settled = last->Settled();
   what.number = backup_->Tell(partition->key, record, std::move(values));

@@ -39,8 +39,8 @@ class CopiedRounds {
 
   bool is_on() const { return backup_ != nullptr; }
 
-  // Hold a round until the backup has the gradients, a step until it has the decision, or a load
-  // until it has the loaded state. Return false if the round, step or load need not wait.
+  // Hold a round until the backup has the gradients, a step until the backup has the decision, or a
+  // load until the backup has the loaded state. Return false if there is no need to wait.
   bool HoldsRound(Partition* partition, Round* round);
   bool HoldsStep(Partition* partition, const Message& message, const std::string& step,
                  int64_t received);
@@ -52,9 +52,9 @@ class CopiedRounds {
   void SetBackup(uint64_t token);
   // Handles the backup's acknowledgement of request `number`.
   void OnCopied(Partition* partition, uint64_t number);
-  // Takes in a partition that has got a state, possibly that of a lost server.
+  // Takes over a partition that was given state, possibly the state of a lost server.
   void Adopt(Partition* partition);
-  // Sends the next state that the backup is missing, or reports that it has all.
+  // Sends the backup the next state that it is missing. If it has all states, tells it so.
   void CopyNext();
 
  private:
@@ -64,7 +64,7 @@ class CopiedRounds {
   void TellAll(Partition* partition, Copying&& what);
   void TellFreed(const Partition& partition);
   static LastRound LastOf(Partition* partition);
-  // The last update of a partition, whose outcome the backup may not know; null if there is none.
+  // Returns the last update of a partition, whose outcome the backup may not know; null: none.
   static RoundUpdate* LastUpdate(Partition* partition);
   // Ends the hold of a partition, and does the work that waited. The partition may be held again
   // afterwards.

@@ -57,8 +57,8 @@ class Copies {
  public:
   // Number that grows with each Clear.
   uint64_t resets();
-  // Applies a record to the copy of this key. Returns an error or "". Does nothing if a Clear came
-  // since `resets` was read. Throws OutOfMemory.
+  // Applies a record to the copy of this key. Returns an error or "". Does nothing if Clear was
+  // called after `resets` was read. Throws OutOfMemory.
   std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values, uint64_t resets);
   std::vector<uint64_t> Keys();
   // RecordOf throws std::runtime_error if there is no copy of the key.

@@ -11,7 +11,7 @@ namespace core {
 
 // A record about one partition, from a server to its backup (docs/design/losses.md).
 //
-// Body of a COPY or FETCHED; the message's values are those of the state or the round.
+// A record is the body of a COPY or FETCHED message, whose values are the state's or the round's.
 struct CopyRecord {
   enum What : uint8_t {
     kStep,      // only `settled`
@@ -24,20 +24,20 @@ struct CopyRecord {
 
   uint64_t token = 0;  // token that the backup gave to the sender
   What what = kStep;
-  // The packed UpdateStep of round `round`, which was made or skipped (UpdateStep::skip). "" if the
-  // backup knows the outcome already.
+  // Packed UpdateStep of round `round`, which the server made or skipped (UpdateStep::skip). "" if
+  // the backup already knows the outcome.
   std::string settled;
   uint32_t round = 0;
   uint32_t rank = 0;  // member that asked for the step
   std::string lacks;  // PackMembers of members missing in the round's sum
-  // For kState. `declaration`: a packed list with one element. `slots`: a bit per slot whose values
-  // follow, in this order. `is_all`: these slots are the whole state. `last`: the last round
-  // (RoundUpdate::Pack), whose sum follows the slots; "" if there is none.
+  // Set for kState. `declaration`: a packed list with one element. `slots`: one bit for each slot
+  // whose values follow, in this order. `is_all`: these slots are the whole state. `last`: the last
+  // round (RoundUpdate::Pack), whose sum follows the slots; "" if there is none.
   std::string declaration;
   uint32_t slots = 0;
   bool is_all = false;
   std::string last;
-  // For kRound: op and step of the first member's request.
+  // Set for kRound: op and step of the first member's request.
   uint8_t op = 0;
   std::string step;
 

@@ -15,7 +15,7 @@ namespace core {
 
 namespace {
 
-// Members missing in a given sum.
+// Returns the members whose values are missing in a given sum.
 std::vector<bool> LackedBy(const Message& message, size_t members) {
   PushHeader header;
   std::string packed;

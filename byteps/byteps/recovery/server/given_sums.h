@@ -16,8 +16,8 @@ namespace core {
 
 // Sums that members keep, and sums of a lost server that members give to this one.
 //
-// For each round a member either gives the sum to this server, or pushes. So no round can end by
-// pushes alone while a present member has the round's sum.
+// For each round a member that has the sum gives it to this server; other members push. So if a
+// present member has the sum of a round, the round cannot end by pushes alone.
 class GivenSums {
  public:
   GivenSums(ServerContext* context, Rounds* rounds, Confirmations* confirmations,
@@ -28,9 +28,9 @@ class GivenSums {
   // the round after a notice, if the round is open: the caller checks whether it must end.
   // Otherwise returns null.
   Round* Take(Partition* partition, Message* message);
-  // Confirms to the member that its sum was taken. It pushes later rounds only after that.
+  // Confirms to the member that this server has its sum. Only then the member pushes later rounds.
   void Acknowledge(Partition* partition, const Message& message);
-  // Completes the answer to callers that keep the round's sum.
+  // Adds to the answer for callers that keep the round's sum.
   void Describe(Round* round, AnswerNotes* notes);
 
  private:

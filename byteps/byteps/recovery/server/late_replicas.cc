@@ -23,7 +23,7 @@ constexpr auto kFirstWord = std::chrono::milliseconds(50);
 // Time for the scheduler and all servers to remove a replica; after that it is not removed. Shorter
 // than workers wait for an explanation.
 constexpr auto kRemovalTime = std::chrono::seconds(3);
-// Time in which a sum of another group may get the late replica removed.
+// Time in which a server may get a late replica removed because of another sum.
 constexpr auto kOthersFirst = std::chrono::seconds(1);
 
 bool IsExcused(const Round& round, size_t member) {
@@ -127,12 +127,12 @@ bool LateReplicas::WaitOn(Partition* partition, Round* round, Round::Clock::time
     case RoundNotes::Waits::kFirst:
     case RoundNotes::Waits::kAwaited: {
       const Standing standing = StandingOf(*partition, *round);
-      // Without a quorum, a half that is present accuses the rest.
+      // Without a quorum, replicas that have pushed accuse late ones only if they are as many.
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
       const bool accuses = standing.pushed.size() >= enough;
       if (accuses && standing.replicas == 2) break;
-      // A late replica may itself wait for another late one. In their common sum a server then
-      // accuses the other one.
+      // A late replica may itself wait for another late replica. In a sum that both take part in, a
+      // server then accuses that other replica.
       notes->waits = accuses ? RoundNotes::Waits::kSeveral : RoundNotes::Waits::kLate;
       rounds_->Postpone(partition, round, as_of + (accuses ? kOthersFirst : kRemovalTime));
       return true;

@@ -19,11 +19,11 @@ namespace core {
 //   first ── quorum ──▶ quorum ── first word ──▶ awaited ── grace ──▶ accused ── 3 s ──▶ fails
 //     └───────────────── as long as a sum may take ──────────────────────▶┘
 //
-// Nobody is late while another server's rank is vacant, or while there is no scheduler. Afterwards
-// the grace period, or the time limit of a sum, begins anew.
+// No replica counts as late while another server's rank is vacant, or while there is no scheduler.
+// Afterwards the grace period, or the time limit of a sum, begins anew.
 //
-// Late replicas are accused if enough of the others have pushed; in a group of more than two
-// replicas, kOthersFirst later.
+// Late replicas are accused if enough other replicas have pushed. In a group of more than two
+// replicas that happens kOthersFirst later.
 class LateReplicas {
  public:
   LateReplicas(ServerContext* context, Rounds* rounds, const Vacancies* vacancies)
@@ -34,7 +34,7 @@ class LateReplicas {
   void OnLost(Partition* partition, int rank);
   // Allows accused replicas to be accused again.
   void Forget() { accused_.clear(); }
-  // Call after a push: starts the grace period of the late replicas if there is a quorum.
+  // Call after a push: if there is a quorum, the grace period of the late replicas starts.
   void BeginGrace(Partition* partition, Round* round);
   // Whether late replicas may be waiting for a lost server. If so, the round is checked again
   // later.

@@ -24,7 +24,7 @@ struct RoundNotes : LossNotes {
   // all members will push.
   std::vector<bool> excused;
   // Whether a lost server had completed this round, and this server, its successor, got the round's
-  // sum from a member or from a backup.
+  // sum from a member or a backup.
   bool is_resumed = false;
   // Number of members to which the lost server sent only a part of this round's sum, as they had
   // asked. They have ended the round, but cannot give the whole sum to this server.
@@ -33,7 +33,7 @@ struct RoundNotes : LossNotes {
   // that has pushed this round has ended all rounds before `ended`.
   Confirmations::Hold receipt;
   uint32_t ended = UINT32_MAX;
-  // State of the wait for late members (LateReplicas).
+  // Stage of the wait for late members (LateReplicas).
   enum class Waits { kFirst, kQuorum, kAwaited, kSeveral, kLate } waits = Waits::kFirst;
   Round::Clock::time_point quorum_since;
   Round::Clock::time_point excused_until;  // members may have been waiting for a server until then
@@ -52,9 +52,9 @@ struct Copying {
 struct PartitionNotes : LossNotes {
   // Members that have pushed a round since their replica joined; by index. Empty if none has.
   std::vector<bool> came;
-  // Used if a backup copies the state: the work that waits for the backup's acknowledgement; the
-  // token under which the backup has the state; the last complete round, kept after this server has
-  // dropped it from the partition's rounds.
+  // Set if a backup copies the state. `copying`: work that waits for the backup's acknowledgement.
+  // `token`: token under which the backup has the state. The last complete round is kept, after
+  // this server has dropped it from the partition's rounds.
   std::optional<Copying> copying;
   uint64_t token = 0;
   std::optional<UpdatedRound> ended;

@@ -19,10 +19,10 @@ namespace core {
 
 // Continues rounds of a lost server on its successor.
 //
-// The successor learns of sums in two ways: members give them (GivenSums), or a backup has a copy
-// of the state that they produced (CopiedRounds). Sums of both origins are treated alike. If a
-// member pushes a round with such a sum, it is missing the answer, and gets it. A member that has
-// the answer pushes the next round, which is summed as usual. Earlier rounds are over.
+// The successor gets finished sums in two ways: from members (GivenSums), or as a copy of the
+// resulting state from a backup (CopiedRounds). It treats both alike. A member that pushes a round
+// with such a sum lacks the answer, and gets it. A member that has the answer pushes the next
+// round, which is summed as usual. Earlier rounds are over.
 class ResumedRounds {
  public:
   ResumedRounds(ServerContext* context, Rounds* rounds, const AbsentMembers* absent)
@@ -33,10 +33,10 @@ class ResumedRounds {
   // Answers a push to a round that the lost server has summed. Returns false if the round has none.
   bool Answers(Partition* partition, const Message& push, int64_t received);
 
-  // Marks a round as one whose sum the lost server has made: every member has pushed the round, or
-  // is missing in its sum (`lacks`).
+  // Marks a round as one whose sum the lost server has made. Every member has pushed the round,
+  // except the members in `lacks`.
   static void Resume(Round* round, size_t members, std::vector<bool> lacks);
-  // Gives a partition without rounds its last complete round.
+  // Creates the last complete round in a partition without rounds.
   static void Restore(Partition* partition, UpdatedRound last);
 
  private:

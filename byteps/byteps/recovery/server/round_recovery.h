@@ -20,8 +20,8 @@
 namespace byteps {
 namespace core {
 
-// Goes on with the rounds of one thread after losses: without removed replicas, and with the data
-// that members or a backup have from a lost server.
+// Continues the rounds of one thread after losses: without removed replicas, and with data of a
+// lost server that members or a backup have.
 class RoundRecovery : public RoundLossPolicy {
  public:
   // `backup` is null if servers have no copies.
@@ -43,9 +43,7 @@ class RoundRecovery : public RoundLossPolicy {
   void Serve(Partition* partition, Message* message) override;
   void OnFreed(Partition* partition) override;
 
-  // Thread-safe, like all functions down to Call.
-  //
-  // Makes workers of these ranks, and no others, absent.
+  // Makes exactly the workers of these ranks absent.
   void SetAbsent(const std::set<int>& ranks);
   // See ResumedRounds::GoOnFrom.
   void GoOnFrom(std::shared_ptr<const DeclaredTensor> tensor, uint32_t first_round);
@@ -60,7 +58,7 @@ class RoundRecovery : public RoundLossPolicy {
   void EndWithoutAbsent(Partition* partition);
 
  private:
-  // Ends the round, if possible, when all expected pushes have come.
+  // When all expected pushes have come, ends the round if possible.
   void EndIfAll(Partition* partition, Round* round);
 
   Confirmations* const confirmations_;

@@ -20,8 +20,8 @@
 namespace byteps {
 namespace core {
 
-// Goes on after losses, as far as workers ask for it: with the members that are left, or as
-// successor of a lost server (docs/design/losses.md).
+// Continues after losses: with the members that are left, or as the successor of a lost server, if
+// workers ask for that (docs/design/losses.md).
 class ServerRecovery : public ServerLossPolicy, private BackupUser {
  public:
   // `channel` is the server's.
@@ -46,10 +46,10 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
  private:
   // Handles the confirmation of received answers by a worker that has nothing to push.
   void OnConfirm(const Message& message);
-  // Handles the report of a worker of a lost server: the rounds in which it goes on.
+  // Handles the report of a worker of a lost server: the rounds with which it continues.
   void OnResume(const Message& message);
   void Resume(const Message& message);
-  // Returns why this successor cannot go on with a tensor that was updated, or "".
+  // Returns why this successor cannot continue with an updated tensor, or "".
   std::string WhyNoState(const Declaration& declaration);
   // BackupUser.
   void InThreadOf(uint64_t key, std::function<void()> task) override;
@@ -63,8 +63,8 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   BackupLink backup_;
   std::vector<RoundRecovery*> rounds_;  // by thread; never changes
   ps::Mutex mu_;
-  // On a successor: ranks of workers that have resumed, or need not. is_successor_: whether this
-  // server replaces a lost one.
+  // Ranks of workers that have resumed on this successor, or need not. is_successor_: whether this
+  // server replaces a lost server.
   std::set<int> settled_ PS_GUARDED_BY(mu_);
   bool is_successor_ PS_GUARDED_BY(mu_) = false;
   std::set<int> absent_ PS_GUARDED_BY(mu_);

@@ -49,7 +49,7 @@ std::string ServerReplacement::Send(int server, const std::function<std::string(
 bool ServerReplacement::TakeRequest(Message* answer, Request* request) {
   ps::ReaderLock lock(&mu_);
   const bool is_open = context_->requests.Peek(answer->number, request);
-  // The kept sums may have been given to a successor already.
+  // If the server is lost, its successor may have been given the kept sums already.
   if (is_open && places_[request->server].is_vacant) {
     PS_PROBE(kAnswerOfLost);
     return false;
@@ -162,7 +162,7 @@ void ServerReplacement::OnServerReplaced(int server) {
 }
 
 void ServerReplacement::SendResume(int server, uint64_t turn) {
-  // By tensor: the first round that may still be pushed, or whose sum may be given.
+  // First round, by tensor, that this worker may still push, or whose sum it may give.
   std::map<uint64_t, uint32_t> first = declarations_->OldestRounds();
   for (const KeptSum& sum : kept_.Of(server)) {
     uint32_t& oldest = first[sum.tensor->key];
@@ -259,7 +259,7 @@ void ServerReplacement::PushAgain(Request request) {
   task.server = request.server;
   task.bytes = operation->Sent(request.index).bytes;
   task.again = true;
-  // The lost server did not answer, and its unanswered bytes count no more.
+  // The lost server has not answered, and its unanswered bytes no longer count.
   context_->scheduler->Answer(request.server, task.bytes);
   operation->Restart(request.index);
   context_->scheduler->Add(operation->request.priority, {std::move(task)});

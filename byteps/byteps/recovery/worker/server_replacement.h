@@ -40,13 +40,13 @@ class ServerReplacement : public LossPolicy {
   void OnServerLost(int server, const std::string& reason) override;
   void OnServerReplaced(int server) override;
   bool OnAnswer(const Message& message) override;
-  // Confirms answers to servers without open requests, as long as some of their sums are kept.
+  // Confirms answers to servers with no open requests, as long as some of their sums are kept.
   void OnTick() override;
   uint64_t kept_bytes() override { return kept_.bytes(); }
 
  private:
-  // A server rank. All messages that bring a successor up to date carry its turn, so that answers
-  // of a successor that is lost meanwhile are dropped.
+  // State of a server rank. All messages that bring a successor up to date carry its turn, a number
+  // of the successor. So answers of a successor that was lost in the meantime are dropped.
   struct Place {
     bool is_vacant = false;     // the server is lost and not replaced: send nothing
     uint64_t turn = 0;          // 0: no successor is being brought up to date
@@ -55,13 +55,13 @@ class ServerReplacement : public LossPolicy {
     size_t given_in_flight = 0;
   };
 
-  // Returns the server that is being brought up to date in this turn; -1 if it was lost since.
+  // Returns the server that is brought up to date in this turn; -1 if it was lost since.
   int ServerOf(uint64_t turn) const PS_REQUIRES_SHARED(mu_);
   void KeepSum(Message* answer, const Request& request);
   // Tells a successor the rounds with which this worker continues.
   void SendResume(int server, uint64_t turn);
   void OnResumed(const Message& answer);
-  // Sends a successor more kept sums, as many as may be in flight. Calls GoOn after the last.
+  // Sends a successor more kept sums, as many as may be in flight. After the last sum, calls GoOn.
   void GiveNext(int server, uint64_t turn);
   void Give(int server, uint64_t turn, const KeptSum& sum);
   void OnGiven(const Message& answer);
@@ -70,8 +70,9 @@ class ServerReplacement : public LossPolicy {
   void PushAgain(Request request);
 
   const bool has_backups_;
-  // Read lock: from before a request is recorded until it is sent, and while an answer is taken and
-  // its sum kept. So the holder of the write lock sees each partition in exactly one place.
+  // Held for reading from before a request is recorded until it is sent, and while an answer is
+  // taken and its sum kept. So the holder of the write lock sees each partition either as a request
+  // or as a kept sum, never as both.
   ps::SharedMutex mu_;
   std::vector<Place> places_ PS_GUARDED_BY(mu_);  // by server
   uint64_t last_turn_ PS_GUARDED_BY(mu_) = 0;

@@ -13,7 +13,7 @@ namespace byteps {
 namespace core {
 
 // Parameters of a partition on its server, in fp32, and their moments. If gradients come in blocks,
-// the state also has the parameters as workers hold them, since workers then receive differences.
+// workers receive differences, and the state also has the parameters as workers have them.
 
 // Used by one engine thread only. Functions that may fail return the error, or "".
 class PartitionState {
@@ -44,7 +44,7 @@ class PartitionState {
   // overwritten. Writes the updated parameters or, for blocks, the differences to `answer`, which
   // may be the memory of `gradients` if there are no blocks.
   std::string Update(const UpdateStep& step, char* gradients, char* answer);
-  // Writes to `answer` the same bits as Update would, and changes nothing else.
+  // Writes to `answer` the bits that Update would write, but leaves the state unchanged.
   std::string Preview(const UpdateStep& step, const char* gradients, char* answer) const;
   // Writes the answer of a skipped step: the parameters, or differences of 0.
   std::string Stay(char* answer) const;
@@ -64,9 +64,9 @@ class PartitionState {
   char* Held(size_t value) const { return held_.get() + value * SizeOf(rule_.held); }
   void LoadHeld(const char* values);
   void ReadHeld(size_t offset, size_t bytes, char* values) const;
-  // Calls `adamw` or `sgd`, as the rule says, for each run between the elements `begin` and `end`.
-  // The arguments of a call are the run, its length, and the coefficients of its group in this
-  // step.
+  // For each run of equal group between the elements `begin` and `end`, calls `adamw` or `sgd`,
+  // depending on the rule. The arguments of a call are the run, its length, and the coefficients of
+  // its group in this step.
   template <typename OfAdamW, typename OfSgd>
   void ForEachRun(const UpdateStep& step, size_t begin, size_t end, OfAdamW adamw, OfSgd sgd) const;
   // Updates the elements from `begin` to `end`. `gradients` begins with the gradient of the first

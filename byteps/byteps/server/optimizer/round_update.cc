@@ -174,8 +174,8 @@ std::string RoundUpdate::Restore(const SharedBytes& sum) {
   restored_ = true;
   if (pushed_by_ != kPushTry) return "";
   if (!has_answer()) return Preview(sum);
-  // A member without the preview decides as the others do. If the step was kept, the sum is the
-  // preview; otherwise the member asks again before it uses parameters.
+  // A member that has not got the preview decides like the other members. If the step was kept, the
+  // sum is the preview. Otherwise the member sends another request before it uses parameters.
   parameters_ = sum;
   return "";
 }

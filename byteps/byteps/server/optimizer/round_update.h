@@ -12,8 +12,7 @@
 namespace byteps {
 namespace core {
 
-// The optimizer step of one round of a partition with a rule: what members ask for, and its
-// outcome.
+// The optimizer step of one round of a partition: the members' requests, and the outcome.
 //
 // A PUSH_STEP makes the step once the gradients are summed. After PUSH_NORM or PUSH_TRY members
 // decide about it (Decide). Functions that may fail return the error, or "".
@@ -29,24 +28,23 @@ class RoundUpdate {
   // Whether Complete can use the spare memory of a push.
   bool keeps_memory() const { return op_ == kPushTry; }
 
-  // Does what the members' pushes ask for, with the summed gradients in `sum`. After a
-  // PUSH_STEP `sum` has the updated parameters or, for blocks, the differences. `spare`: memory
-  // of the size of `sum`, or none.
+  // Carries out the members' pushes. `sum`: the summed gradients; after a PUSH_STEP, the updated
+  // parameters or, for blocks, the differences. `spare`: memory of the size of `sum`, or none.
   std::string Complete(SharedBytes* sum, SharedBytes spare);
-  // Does the same on the backup, without a preview, since the backup answers no member.
+  // Does the same as Complete on a backup. It makes no preview, since a backup answers no member.
   std::string CompleteCopy(SharedBytes* sum);
   // GradientSums for the members, set by Complete; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
-  // After a PUSH_TRY: the parameters that the speculative step would make. Their memory is freed
-  // once they are sent, unless this was restored from a copy.
+  // Parameters that the speculative step would make, after a PUSH_TRY. Their memory is freed once
+  // they are sent, unless this object was restored from a copy.
   const SharedBytes& parameters() const { return parameters_; }
   void ForgetParameters() {
     if (!restored_) parameters_ = SharedBytes();
   }
 
-  // Handles the decision of a member that knows the GradientSums. Carries out the first
-  // member's decision, and sets `sum` to the parameters. If that fails, sets `failure` to the
-  // error for the other members.
+  // Handles the decision of a member that knows the GradientSums. The first member's decision is
+  // carried out, and `sum` is set to the parameters. If that fails, `failure` is set to the error
+  // for the other members.
   std::string Decide(int rank, const std::string& step, SharedBytes* sum, std::string* failure);
 
   // The speculative step, or "".
@@ -55,7 +53,7 @@ class RoundUpdate {
   bool is_updated() const { return updated_; }
   // Whether the round's sum holds the answer for the members. Before that, it holds gradients.
   bool has_answer() const { return updated_ || overtaken_; }
-  // Whether a push with `op` and `step` asks for the same as the earlier pushes of the round.
+  // Whether a push with `op` and `step` requests the same as the earlier pushes of the round.
   bool IsLike(int op, const std::string& step) const;
 
   // ----- copies (recovery/server/backup_link.h)
@@ -68,7 +66,7 @@ class RoundUpdate {
   int asked_by() const { return step_of_; }
   // The step that was made or skipped, if the backup does not know it yet; otherwise "".
   std::string Settled() const { return updated_ && !is_told_ ? step_ : ""; }
-  // Notes that the backup was told the outcome.
+  // Records that the backup was told the outcome.
   void NoteTold() { is_told_ = is_told_ || updated_; }
   std::string Pack() const;
   // Reads the output of Pack. Returns false if `text` is something else.
@@ -77,8 +75,8 @@ class RoundUpdate {
   // or Decide left it.
   std::string Restore(const SharedBytes& sum);
   bool is_restored() const { return restored_; }
-  // Handles a LOAD_STATE, which replaces the state: a speculative step's outcome no longer matters.
-  // Sets `sum`, if not null, to the members' answer in place of the gradients.
+  // Handles a LOAD_STATE, which replaces the state, so that a speculative step's outcome no longer
+  // matters. Sets `sum`, if not null, to the members' answer in place of the gradients.
   void Overtake(SharedBytes* sum);
   bool overtaken() const { return overtaken_; }
 

@@ -1,6 +1,6 @@
-// CMakeLists.txt compiles this file without automatic contraction, so that products and sums are
-// fused only where written: results are equal everywhere. It also turns errno off, so that the
-// compiler can vectorise square roots.
+// CMakeLists.txt compiles this file without automatic contraction. So products and sums are fused
+// only where the code says so, and all CPUs compute equal results. It also turns errno off, so that
+// the compiler can vectorise square roots.
 #include "byteps/server/optimizer/update.h"
 
 #include <algorithm>
