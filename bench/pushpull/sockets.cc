@@ -1,9 +1,9 @@
 // Plain TCP sockets in the pattern of a push-pull: every worker sends its share of a tensor to each
-// server, and receives as much from each at the same time. Nothing is added; only bytes are
-// counted. This is the reference for the engine's speed.
+// server, and receives as many bytes from it at the same time. No values are added. The engine's
+// speed is compared with this program's.
 //
 // A pair of processes has several connections (flows). Each has a sending and a receiving thread,
-// which use blocking calls on whole shares: no epoll, no copies, no messages between threads but
+// which use blocking calls on whole shares: no epoll and no copies. Threads tell each other only
 // "go" and "done".
 //
 // Compiled twice by bench/pushpull/backends.py: as a library for the workers, which call

@@ -97,7 +97,7 @@ struct Operation {
   Run run;
   // Value of the written buffer afterwards, from the three values before.
   double (*expected)(double, double, double);
-  // The same as a loop of plain arithmetic; null: a plain loop is limited by memory only.
+  // The same operation as a loop of plain arithmetic; null: memory alone limits a plain loop.
   Run arithmetic;
 };
 
@@ -148,7 +148,7 @@ void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size
   for (size_t i = 0; i < n; ++i) A::Put(a, i, (A::Get(a, i) + B::Get(b, i)) / d);
 }
 
-// Whether there is a plain loop of averages: for the types with a threshold.
+// Whether there is a plain loop of averages to compare with: for the types with a threshold.
 inline bool HasPlainAverage(DType t) { return t == DType::kFloat32 || t == DType::kBFloat16; }
 
 inline void PlainAverage(DType t, bool wide, char* a, const char* b, int divisor, size_t n) {
@@ -221,8 +221,8 @@ double LoadAs(const char* p, size_t i) {
   return static_cast<double>(x);
 }
 
-// The two half types by arithmetic, since the reducer's conversions must not check themselves. For
-// 0 and normal numbers with few digits.
+// Conversions of the two half types by plain arithmetic, to check the reducer's conversions. Valid
+// for 0 and normal numbers with few digits.
 inline uint16_t PackHalf(DType t, double v) {
   const int mantissa_bits = t == DType::kBFloat16 ? 7 : 10;
   const int bias = t == DType::kBFloat16 ? 127 : 15;
@@ -296,7 +296,7 @@ class AdamWRun {
     }
   }
 
-  // After one update: number of elements that differ from a computation in fp64.
+  // Makes one update. Returns the number of elements that differ from a computation in fp64.
   size_t CountWrong() {
     Fill();
     Update(0, slots_[0].size());

@@ -54,7 +54,7 @@ class Buffers {
   void Fill(size_t n) {
     for (int b = 0; b < 3; ++b) {
       if (data_[b] == nullptr) continue;
-      // Computes some periods, and copies the rest.
+      // Some periods of the input are computed, the others are copies.
       const size_t size = SizeOf(operation_.streams[b], t_);
       const size_t period = std::min<size_t>(n, kPeriod * 4096);
       for (size_t i = 0; i < period; ++i)

@@ -4,7 +4,7 @@
 //   MEDDLE_JOB=N        requests to servers claim job N
 //   MEDDLE_RANK=N       requests to servers claim rank N
 //   MEDDLE_CLAIM=BYTES  requests to send a value claim this size
-//   MEDDLE_TAKE=1       values claim to go to a place that the peer has offered
+//   MEDDLE_TAKE=1       values claim to go to memory that the peer has offered
 //   MEDDLE_BREAK=FILE   whenever FILE exists, the queue pairs of the plane that it names ("data" or
 //                       "control") fail, as when a NIC gives up on a peer, and FILE is removed
 //   MEDDLE_FLIP=1       in every third request of a repeated connection one bit is flipped, in the

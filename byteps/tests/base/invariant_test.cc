@@ -1,5 +1,5 @@
 // Tests of broken invariants, and of the clock that stands still with the process. Tests named
-// Invariant break invariants on purpose; others must not.
+// Invariant break invariants on purpose; other tests must not.
 #include "byteps/base/invariant.h"
 
 #include <gtest/gtest.h>
@@ -152,7 +152,7 @@ TEST(Invariant, AnOperationEndsOnce) {
   EXPECT_EQ(broken.count(), 2u);
 }
 
-// A server answers twice. The transport learns of it, and ends the job with this text.
+// A server answers twice. The transport notices that, and ends the job with this text.
 TEST(Invariant, ThatIsBrokenInAJobFailsIt) {
   OnPurpose broken;
   Script script;
@@ -172,7 +172,7 @@ TEST(Invariant, ThatIsBrokenInAJobFailsIt) {
   EXPECT_GE(job.Metric("broken_invariants_total"), static_cast<double>(broken.count()));
 }
 
-// For any exception of a transport, the operation fails and its share of the window is free again.
+// After any exception of a transport, the operation fails, and its share of the window is free.
 TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
   Job job(1);
   auto values = Values(3000, 1);
@@ -193,8 +193,8 @@ TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
   }
 }
 
-// Other exceptions do not end the process either: not in a push loop, which sends the longer
-// tensor, nor in the caller's thread.
+// Other exceptions do not end the process: neither in a push loop, which sends the longer tensor,
+// nor in the caller's thread.
 TEST(Invariant, AnyExceptionWhileSendingFailsTheOperation) {
   Job job(1);
   auto values = Values(3000, 1);

@@ -378,7 +378,7 @@ TEST(LogOutputTest, WhatIsReadComesAtOnce) {
 void TryNobodyReadsForAWhile(bool pipes) {
   const Written written(pipes);
   int last = 0;
-  // More than any pipe or socket takes, plus what may wait.
+  // More lines than any pipe or socket takes, together with the lines that may wait.
   constexpr int kLines = 20'000;
   for (; last < kLines; ++last) written.output->Write(Line(last));
   written.output->Flush(0.01);

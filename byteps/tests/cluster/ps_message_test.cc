@@ -84,7 +84,7 @@ TEST(PsMessage, ServersSendEachOtherRequestsAndAnswers) {
     EXPECT_TRUE(came.between_servers);
     EXPECT_EQ(came.is_request, is_request);
     EXPECT_EQ(came.values.size(), 6u);
-    // A node knows by its own role: to a worker it would be a server's answer.
+    // A node interprets a message by its own role: a worker would take it for a server's answer.
     EXPECT_FALSE(HeadOf(carried.meta, Role::kWorker).between_servers);
   }
 }
@@ -107,7 +107,7 @@ TEST(PsMessage, ValuesInPiecesHaveNoSizeThatAnybodyExpects) {
   EXPECT_EQ(came.sent_bytes, Message::kInPieces);
 }
 
-// The sender learns that its values were sent when the last copy is destroyed.
+// The sender learns that its values were sent when their last copy is destroyed.
 TEST(PsMessage, ValuesAreHeldAsLongAsAnybodyHasThem) {
   char memory[4];
   int released = 0;
@@ -141,7 +141,7 @@ TEST(SharedBytes, AreReleasedOnce) {
 
 using Array = ps::SArray<char>;
 
-// Otherwise a vector copies its arrays when it grows.
+// If these types could throw when moved, a vector would copy its arrays when it grows.
 static_assert(std::is_nothrow_move_constructible_v<Array>);
 static_assert(std::is_nothrow_move_assignable_v<Array>);
 

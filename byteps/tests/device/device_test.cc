@@ -186,7 +186,7 @@ TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
   here.get_future().wait();
   EXPECT_EQ(memcmp(data, block.get(), 100), 0);
 
-  // Without other work a copy is done while it is polled; a busy machine may need several tries.
+  // Without other work, a copy is done while the queue polls. A busy machine may need some tries.
   bool awaited = false;
   for (int i = 0; !awaited; ++i) {
     memset(data, i, sizeof(data));
@@ -209,7 +209,7 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   std::atomic<int> begun{0}, done{0};
   const auto entry = [&](int i) {
     CopyQueue::Entry one;
-    // The long copy first, the others at its end.
+    // The long copy comes first; the short copies are of bytes at its end.
     const size_t at = i == 0 ? 0 : kLong - i;
     one.copy = {&data[at], host + at, i == 0 ? kLong - kMore : 1};
     one.done = [&] {
@@ -261,15 +261,15 @@ TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
   }
 }
 
-// A thread that gives copies to the device and lacks memory reports each copy once; the queue then
-// continues.
+// A thread that lacks memory while it gives copies to the device reports each once; the queue goes
+// on.
 TEST(CopyQueue, LackOfMemoryIsTold) {
   fake::SetCurrentDevice(0);
   static char* const host = static_cast<char*>(PinMemory(4096));  // never unpinned
   static char data[4096];
   CopyQueue queue(1, CopyLane::kToDevice);
-  // For everything, so that the device is ready; none at all; for the entry; also for the turn; for
-  // everything.
+  // Number of calls that fail: every call, so the device is not ready; no call; the entry's; the
+  // entry's and the next; every call again.
   for (const int times : {-1, 0, 1, 2, -1}) {
     int begun = 0;
     bool lacked = false;
@@ -295,7 +295,7 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
   }
 }
 
-// Leave is for callers that do not want to give copies to the device themselves.
+// Leave is for callers that do not give copies to the device themselves.
 TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);

@@ -15,7 +15,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Whether further work of `stream` waits until `hold` is released, and so for the copies.
+// Returns whether later work of `stream` waits until `hold` is released, as after the copies.
 bool WaitsForCopies(DeviceStream stream, std::promise<void>* hold) {
   std::atomic<bool> released{false};
   std::atomic<bool> waited{false};
@@ -75,7 +75,7 @@ TEST(Gpu, PinnedMemoryIsWhatAllTensorsWant) {
   }
 }
 
-// A gradient that is being computed holds neither a window nor the copy stream.
+// A gradient that is still being computed occupies neither a window nor the copy stream.
 TEST(Gpu, WhatIsNotReadyHoldsUpNobody) {
   Job job(1, {}, {{"BYTEPS_SERVER_WINDOW_BYTES", "1"}});
   fake::SetCurrentDevice(0);
@@ -192,7 +192,7 @@ TEST(Gpu, BrokenDeviceFailsWhatIsUnderWay) {
 // The device fails while copies are being enqueued.
 TEST(Gpu, BrokenDeviceFailsCopies) {
   fake::SetCurrentDevice(0);
-  // Nobody waits for copies enqueued before the device broke; they may still happen.
+  // No thread waits for copies enqueued before the device broke, so they may still happen.
   static auto& kept = *new std::deque<std::vector<float>>;
   for (const size_t elements : {3000, 100000}) {
     Job job(1);

@@ -125,7 +125,7 @@ TEST(Engine, AnswersDoNotHoldTheWindow) {
   EXPECT_EQ(values, sum);
 }
 
-// The push loop is delayed between sending and recording the slice; everything else ends meanwhile.
+// The push loop is delayed between sending and recording the slice. Meanwhile all other work ends.
 TEST(Engine, ATimelineHasThePushesThatAreToldLate) {
   const auto folder =
       std::filesystem::temp_directory_path() / ("timeline-" + std::to_string(getpid()));

@@ -50,7 +50,7 @@ TEST(Failure, NothingIsWrittenAfterwards) {
     script.in_place = in_place;
     script.chunk = 64;
     script.chunk_us = 200;
-    // One partition, so that the part awaited below is all that reads the tensor.
+    // With one partition, the part that is awaited below is the only one that reads the tensor.
     Job job(1, script,
             {{"BYTEPS_PARTITION_BYTES", "1048576"}, {"BYTEPS_MIN_PARTITION_BYTES", "1048576"}});
     auto values = Values(100'000, 1);  // takes 1.25 s to receive in place

@@ -188,8 +188,8 @@ uint64_t TakeIndex(PushScheduler* scheduler) {
   return task.index;
 }
 
-// Whether no queued task can go. Adds a task of the lowest priority for the last server, which
-// tests leave idle, and checks that it is next.
+// Returns whether no queued task can go. Adds a task of the lowest priority for the last server,
+// which tests leave idle, and checks that this task is next.
 bool NothingGoes(PushScheduler* scheduler, int last_server) {
   constexpr uint64_t kLast = 999;
   scheduler->Add(INT_MIN, {TaskOf(last_server, 1, kLast)});
@@ -425,8 +425,7 @@ TEST(PushScheduler, ManyThreadsKeepToTheWindows) {
   EXPECT_EQ(scheduler.under_way(), 0u);
 }
 
-// A thread is not woken for every partition. Still none may be forgotten, whatever the sizes and
-// the window.
+// A thread is not woken for every partition, but none may be forgotten, for any sizes and window.
 TEST(PushScheduler, WhoSleepsIsWokenInTime) {
   constexpr int kTasks = 200;
   std::mt19937 random(1);
@@ -443,7 +442,7 @@ TEST(PushScheduler, WhoSleepsIsWokenInTime) {
       std::vector<Task> tasks;
       for (int i = 0; i < kTasks; ++i) tasks.push_back(TaskOf(i % 2, random() % 4 * 50 + 1, i));
       scheduler.Add(0, tasks);
-      // One by one, so that threads that were not woken are asleep.
+      // Tasks are taken one by one, so that threads that were not woken are asleep.
       for (int i = 0; i < kTasks; ++i) {
         Task task;
         bool timed_out = false;

@@ -29,7 +29,7 @@ constexpr int kGoodSums = 3000;
 // leaking a round per sum would take more than twice as much.
 constexpr size_t kHeapBytes = 1 << 20;
 
-// Only one partition at a time may be in flight, so that a failing push holds back the others.
+// Only one partition at a time may be in flight, so that a failing push delays the others.
 Config TheConfig() {
   return ConfigWith({{"BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes)},
                      {"BYTEPS_MIN_PARTITION_BYTES", std::to_string(kPartitionBytes)},
@@ -74,7 +74,7 @@ struct LoopedWorkers {
     try {
       return workers[rank]->WaitFor(handle, nullptr, kLongPatience) ? "" : "no answer";
     } catch (const Error& e) {
-      // The transport may still send a failed operation's values: keep them, and use another
+      // The transport may still send a failed operation's values, so the next one has another
       // buffer.
       failed.push_back(std::exchange(buffers[rank], std::vector<float>(kValuesOfSum)));
       return e.what();
@@ -124,8 +124,8 @@ struct LoopedWorkers {
   std::vector<std::unique_ptr<Worker>> workers;
 };
 
-// An operation fails at one worker before all its partitions were pushed. All workers go on at
-// once, not after BYTEPS_OP_TIMEOUT_S.
+// An operation fails at one worker before all its partitions were pushed. All workers must continue
+// at once, not after BYTEPS_OP_TIMEOUT_S.
 TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
   LoopedWorkers job;
   job.Sum(0);
@@ -135,7 +135,7 @@ TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
     for (int one = 0; one < kWorkers; ++one) handles[one] = job.Start(one, 1);
     EXPECT_EQ(job.ErrorOf(rank, handles[rank]), "this worker has no memory");
     EXPECT_TRUE(job.loop.failed());
-    // The next push tells the other workers.
+    // The failed worker's next push tells the other workers.
     const int64_t next = job.Start(rank, 2);
     for (int one = 0; one < kWorkers; ++one) {
       if (one == rank) continue;
@@ -183,7 +183,7 @@ TEST(Remains, NothingOfAnOperationThatWasLate) {
   job.SumManyTimes();
 }
 
-// Two workers declare a tensor differently from the third: it is refused, other tensors are not.
+// One of three workers declares a tensor differently. That tensor is refused, others are not.
 TEST(Remains, NothingOfADeclarationThatWasRefused) {
   LoopedWorkers job;
   PushPullRequest wrong = job.RequestOf(0, "y");

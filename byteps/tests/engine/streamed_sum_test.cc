@@ -211,7 +211,7 @@ TEST_F(StreamedSums, ThatFailedAreRefusedBeforeAnyoneWaits) {
     job.channel->FailJob("worker 1 was lost");
     EXPECT_EQ(job.ErrorOf(handle, stream_), "worker 1 was lost");
   }
-  // Copies of the next job are queued behind those of the failed sum, which read `values`.
+  // The next job's copies are queued behind the failed sum's copies, which read `values`.
   Job next(1, {}, kRoom);
   auto others = Values(3000, 2);
   const auto sum = Times(others, 3);

@@ -35,7 +35,7 @@
 
 namespace {
 
-// Records the peers that it is told of, and sends nothing.
+// Links that only record the peers they should connect, and send nothing.
 class NoLinks : public ps::MembershipLinks {
  public:
   explicit NoLinks(ps::Node::Role role) {
@@ -436,7 +436,7 @@ Message AnyMessage(FuzzedDataProvider* data, const Neighbors& neighbors) {
   }
 }
 
-// Adopts everything that has come, as a server does.
+// Takes over every state that has arrived, as a server does.
 void TakeAll(BackupLink* link) {
   for (const uint64_t key : link->fetched()->Keys()) {
     const std::shared_ptr<StateCopy> copy = link->fetched()->Take(key);
@@ -447,10 +447,10 @@ void TakeAll(BackupLink* link) {
 
 }  // namespace
 
-// A server of three with malformed neighbors: they meet it in several lives, send states and rounds
-// that do not fit their declarations, fetch before they have met, send answers without requests,
-// and are lost and replaced in between. Each request is answered at most once, and every copy it
-// sends is complete: another server makes the same of it.
+// A server of three with malformed neighbors. They meet it as several processes, send states and
+// rounds that do not fit their declarations, fetch before they have met, answer without requests,
+// and are lost and replaced. The server answers each request at most once, and every copy that it
+// sends is complete: another server restores the same copy from it.
 extern "C" int Fuzz_backup(const uint8_t* bytes, size_t size) {
   setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
   FuzzedDataProvider data(bytes, size);

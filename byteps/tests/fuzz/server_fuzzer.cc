@@ -46,7 +46,7 @@ extern "C" int Fuzz_frame(const uint8_t* data, size_t size) {
   return 0;
 }
 
-// Arbitrary bytes at the beginning of a TCP connection, on either side.
+// Feeds arbitrary bytes to either side, at the beginning of a TCP connection.
 extern "C" int Fuzz_hello(const uint8_t* data, size_t size) {
   if (size < ps::tcp::kPreambleBytes) return 0;
   const std::vector<char> bytes(data, data + size);
@@ -172,7 +172,7 @@ constexpr uint32_t kPartitionBytes = 16;
 constexpr uint64_t kBlocks = 2;  // blocks of a partition of few bits, which is the longest
 constexpr DType kFewBits[] = {DType::kInt8x128, DType::kInt4x128};
 
-// The type of which this is a partition; float32 if it is neither.
+// Returns the type that has a partition of this size; float32 if none has.
 DType TypeOf(size_t bytes) {
   for (const DType t : kFewBits) {
     if (bytes > 0 && bytes % SizeOf(t) == 0) return t;
@@ -251,7 +251,8 @@ class Answers : public ServerChannel {
 
 constexpr int kTensors = 8;
 
-// One of eight, so that workers agree: three are summed, three updated, two summed in few bits.
+// Returns one of eight declarations, so that workers often agree. Three tensors are summed, three
+// updated, and two summed in few bits.
 Declaration TheDeclaration(int which) {
   Declaration d;
   d.name = std::string(1, 'a' + which);
@@ -285,7 +286,7 @@ Declaration TheDeclaration(int which) {
   return d;
 }
 
-// Often one of those eight, rarely a similar one.
+// Returns mostly one of those eight declarations, rarely a similar one.
 Declaration AnyDeclaration(FuzzedDataProvider* data) {
   Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
   if (data->ConsumeIntegralInRange<int>(0, 7) > 0) return d;
@@ -366,7 +367,7 @@ Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& 
   return request;
 }
 
-// The rounds in which a worker of a lost server goes on.
+// Returns a RESUME: the rounds with which a worker of a lost server continues.
 Message AnyResume(FuzzedDataProvider* data, uint64_t number) {
   WireWriter out;
   const uint32_t count = data->ConsumeIntegralInRange<uint32_t>(0, 3);

@@ -8,8 +8,8 @@
 // known exactly. Each generation of a job has its own salt, so that pushes of another generation
 // would change a sum.
 //
-// In round --fail-in the first push of rank 0 has an undeclared key, so that its operation fails at
-// this rank only, before its push. All ranks may fail in that round, and then go on.
+// In round --fail-in the first push of rank 0 has an undeclared key, so its operation fails at this
+// rank before the push. Other ranks may fail in that round, too; then all continue.
 //
 // Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage; 3 a
 // sum neither arrived in time nor failed; 4 a sum was wrong; 5 all sums were right, but an
@@ -101,7 +101,7 @@ class Job {
     session.num_workers = launch_.size;
     session.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
     for (int i = 0; i < options.tensors; ++i) {
-      // Different sizes, so that partitions are cut at different places.
+      // The sizes differ, so that partitions are cut at different places.
       const size_t count = std::max<size_t>(1, options.bytes / sizeof(float) / (i + 1));
       tensors_.push_back({"tensor." + std::to_string(i), std::vector<float>(count)});
     }

@@ -24,7 +24,7 @@ NetSettings SettingsWith(GivenSettings given) {
   return NetSettings::From(ConfigWith(given));
 }
 
-// Expects that these settings are refused with these words.
+// Expects an error that contains `words` for these settings.
 void ExpectRefused(const GivenSettings& given, const std::string& words) {
   try {
     NetSettings::From(ConfigWith(given));

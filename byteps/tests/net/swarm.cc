@@ -4,8 +4,8 @@
 //
 // Each node has its own connection and NodeMembership, and no other links. Prints the time to join
 // and to leave, and the number of messages from the scheduler without heartbeats (their number
-// depends on the machine's speed). Exit status: 0 all nodes joined and left in order; 1 not; 2 bad
-// usage.
+// depends on the machine's speed). Exit status: 0 all nodes joined and left as they should; 1 a
+// node failed; 2 bad usage.
 #include <getopt.h>
 
 #include <atomic>

@@ -146,7 +146,7 @@ TEST(StatusBoard, RatesAreThoseOfTheLastTwoRecords) {
   EXPECT_TRUE(Has(json, "\"address\":\"[fd00::2]:77\"")) << json;
   EXPECT_TRUE(Has(json, "\"keys\":7")) << json;
   EXPECT_TRUE(Has(json, "\"slowest_worker\":{\"rank\":1,\"last_in\":1.27273")) << json;
-  // A new process in the old one's place starts over.
+  // If another process has taken the node's rank, its counters start again from 0.
   record.pid = 4712;
   record.received_bytes = 0;
   board.OnReport(id, record.Pack());
@@ -207,7 +207,7 @@ TEST(StatusBoard, ErrorsAreKeptUpToSomeNumber) {
   }
   const std::string json = board.Json();
   EXPECT_TRUE(Has(json, "problem 99."));
-  // One of them is this process's last problem, which another test may have logged.
+  // One of the problems is this process's last problem, which another test may have logged.
   EXPECT_TRUE(Has(json, "problem 81."));
   EXPECT_FALSE(Has(json, "problem 79."));
   board.Detach();

@@ -64,7 +64,7 @@ TEST(Accumulator, AddsEachPushOnceHoweverMany) {
   }
 }
 
-// Closes sums of some members, pushed in every order.
+// Closes sums that only some members have pushed, in every order.
 TEST(Accumulator, ClosesWithoutThoseWhoDoNotCome) {
   for (uint32_t members = 2; members <= 5; ++members) {
     for (uint32_t who = 1; who + 1 < (1u << members); ++who) {
@@ -135,7 +135,7 @@ TEST(Accumulator, AveragesIntegersWhoseSumOverflows) {
   ExpectAverageOf<int64_t>(DType::kInt64, INT64_MIN);
 }
 
-// A sum without some members is encoded in blocks like any other.
+// A sum in which members are missing is encoded in blocks like any other sum.
 TEST(Accumulator, ClosesSumsOfBlocks) {
   constexpr size_t kBlocks = 2;
   for (uint32_t members : {2u, 3u, 10u}) {

@@ -14,7 +14,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// The error says what the memory was for, and the server goes on.
+// The error names the purpose of the memory, and the server continues.
 TEST_F(ServerTest, LackOfMemoryFailsItsRound) {
   constexpr size_t kBytes = 128 << 10;
   declaration_.name = "wide";
@@ -62,7 +62,7 @@ TEST_F(ServerTest, LackOfAnyMemoryEndsOneSum) {
       const MemoryOnlyTimes little(times);
       for (int rank : {0, 1}) Tell(std::move(pushes[rank]), rank);
     }
-    // The next round succeeds, and the server gives up the rest of the failed one.
+    // The next round succeeds, and the server frees the failed round's memory.
     ++round;
     Push(0, 0, round, kLong, round);
     const uint64_t last = Push(1, 0, round, kLong, round);

@@ -186,7 +186,7 @@ TEST_F(ReleaseTest, ThoseThatAreAbsentHoldWhatTheyDeclareFromThenOn) {
   EXPECT_TRUE(ComesToKeep(0, 0));
 }
 
-// One message releases two tensors, of which another member still holds the second.
+// One message releases two tensors. Another member still uses the second one.
 TEST_F(ReleaseTest, AReleaseIsAnsweredWhenAllOfItIsFreed) {
   Declaration other = tensor_;
   other.name = "other";
@@ -226,7 +226,7 @@ TEST_F(ReleaseTest, TheStateOfAnOptimizerGoesWithItsTensor) {
   }
 }
 
-// The successor of a lost server does not know yet who holds a tensor.
+// The successor of a lost server does not know yet which workers use a tensor.
 TEST_F(ReleaseTest, AServerThatComesKeepsATensorUntilAllHaveResumed) {
   const auto resume = [this](int rank) {
     WireWriter out;

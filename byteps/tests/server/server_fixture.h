@@ -68,7 +68,7 @@ class PlayedAnswers : public ServerChannel {
     return answers_.size();
   }
 
-  // Waits for this number of answers, and returns all so far.
+  // Waits until there are `count` answers, and returns all answers so far.
   std::vector<Answer> Await(size_t count) {
     ps::MutexLock lock(&mu_);
     const bool came =
@@ -128,7 +128,7 @@ class ServerTest : public testing::Test {
     return push;
   }
 
-  // Waits for the answer to this request, and returns all so far.
+  // Waits for the answer to this request, and returns all answers so far.
   std::vector<PlayedAnswers::Answer> AwaitAnswerTo(uint64_t number) {
     const auto deadline = std::chrono::steady_clock::now() + kPatience;
     while (true) {
@@ -140,7 +140,7 @@ class ServerTest : public testing::Test {
     }
   }
 
-  // Number of rounds of a tensor of `bytes` bytes that worker 0 may push while nobody else does.
+  // Returns the number of rounds of a tensor of `bytes` bytes that worker 0 may push by itself.
   uint32_t MostRounds(const std::string& name, uint64_t bytes) {
     declaration_.name = name;
     declaration_.bytes = bytes;
@@ -162,7 +162,7 @@ class ServerTest : public testing::Test {
     }
   }
 
-  // Waits for this number of open rounds: a round closes after its answers are sent.
+  // Waits until this number of rounds is open. (A round closes only after its answers are sent.)
   bool ComesToHave(uint64_t rounds, const std::function<bool()>& never = [] { return false; }) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (server_.OpenRounds() != rounds) {

@@ -16,7 +16,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// For a small partition, the thread with the last push finds the engine idle, and sends the sum.
+// The thread that receives a small partition's last push finds the engine idle, and sends the sum.
 TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   size_t answers = 2;
@@ -52,7 +52,7 @@ TEST_F(ServerTest, ValuesAreAddedInTheOrderOfRanksIfTheTensorSaysSo) {
   }
 }
 
-// The receiving thread goes on receiving.
+// The receiving thread hands a large sum to an engine thread, and goes on receiving.
 TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
   declaration_.name = "large";
   declaration_.bytes = declaration_.partition_bytes = 256 << 10;
@@ -66,8 +66,8 @@ TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
   }
 }
 
-// A server that stood still first handles messages that came meanwhile, and waits a little for
-// more, before it fails late rounds.
+// A server that stood still first handles the messages that arrived in the meantime, and waits a
+// little for more, before it fails late rounds.
 TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   declaration_.name = "large";  // served by the engine thread
   declaration_.bytes = 3 * (256 << 10);
@@ -140,13 +140,13 @@ TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
     done = (all[answers - 2].error + all[answers - 1].error).empty();
     if (!done) timeout_ms *= 2;  // the machine was too slow
   }
-  // When this fails, a later deadline has passed.
+  // When this push fails, a later deadline has passed, too.
   const uint64_t late = Push(0, 1, 0, timeout_ms);
   const auto failed = answers_.Await(++answers);
   ASSERT_EQ(failed.size(), answers);
   EXPECT_EQ(failed.back().number, late);
   EXPECT_NE(failed.back().error, "");
-  // Late pushes get the same error.
+  // Pushes that come later get the same error.
   const uint64_t too_late = Push(1, 1, 0, timeout_ms);
   const auto told = answers_.Await(++answers);
   ASSERT_EQ(told.size(), answers);
@@ -155,7 +155,7 @@ TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// Pushes of a round that their member gave up are too late. Pushes ahead of open rounds are not.
+// A push of a round that its member has given up is refused. Pushes ahead of open rounds are not.
 TEST_F(ServerTest, RoundsAreGivenUpByTheirMember) {
   const uint64_t waits = Push(0, 0, 0, kLong);
   const uint64_t ahead = Push(0, 0, 1, kLong);
@@ -189,7 +189,7 @@ TEST_F(ServerTest, RoundsAreOpenWithinLimits) {
   EXPECT_EQ(MostRounds("of many bytes", 1 << 30), 2 * 16);
 }
 
-// Values that nobody declared get no memory.
+// Undeclared values get no memory.
 TEST_F(ServerTest, ValuesThatNobodyDeclaredAreNotExpected) {
   const auto expects = [this](int op, uint64_t key, size_t bytes) {
     return server_.Expects(MakeRequest(op, 0, key, 1, ""), bytes);

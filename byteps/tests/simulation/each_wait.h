@@ -15,17 +15,16 @@
 namespace byteps {
 namespace simulation {
 
-// Plays a job, and records the waits of the product's threads, with their places in the code. Then
-// plays it again for each of these waits and each way to end it. Up to that wait the job is the
-// same, since a seed determines the order of events.
+// Plays a job, and records each wait of the product's threads, with its place in the code. Then
+// plays the job again for each of these waits, and each way to end that wait. Since a seed
+// determines the order of events, the job is the same up to that wait.
 class EachWait {
  public:
-  // `most`: number of waits to end per place and job; 0: all. `only`: number of the only wait to
-  // end; negative: all.
+  // `most`: number of waits to end, per place and job; 0: all. `only`: number of the only wait to
+  // end; negative: all waits.
   EachWait(uint64_t most, int64_t only);
 
-  // Plays the job with additional faults, in its own process. Returns false if a condition was
-  // violated.
+  // Plays the job with additional faults, in its own process. Returns whether all conditions held.
   using Play = std::function<bool(const std::vector<Fault>& faults)>;
   bool Run(const Play& play);
 

@@ -14,7 +14,7 @@ namespace byteps {
 namespace simulation {
 namespace {
 
-// Time for the other nodes to notice that the last worker is gone.
+// Seconds for the other nodes to notice that the last worker has ended.
 constexpr double kAfterwardsS = 40;
 
 }  // namespace
@@ -60,7 +60,7 @@ void Job::Run() {
                                        });
     ended_well_ = went_well;
     if (went_well || !plan_.keep || generation == kMaxGenerations) break;
-    // A launcher notices ended nodes, and starts others.
+    // A launcher notices nodes that ended, and starts new ones.
     std::this_thread::sleep_for(std::chrono::milliseconds(100 + Random(1000)));
     for (int i = 0; i < plan_.servers; ++i) {
       if (IsGone(1 + i)) Start(&kept, ps::Node::SERVER, i, 0, 0);
@@ -115,7 +115,7 @@ std::string Job::Verdict() const {
   for (size_t node = 0; node < records_.size(); ++node) {
     const std::string& error = records_[node]->error;
     if (error.empty() || IsVictim(static_cast<int>(node))) continue;
-    // The spare server has found no vacant rank.
+    // A spare server ended with an error, because it found no vacant rank.
     if (spares_.numbers.count(static_cast<int>(node)) > 0) continue;
     // Several servers were lost, among them neighbors.
     if (plan_.backups && broken_.size() > 1 && LostState()) continue;

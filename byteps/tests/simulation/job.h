@@ -66,7 +66,7 @@ class WorkerScript {
   void CheckParameters(const Values& values, int round, const char* what);
   // Returns false if the operation failed, and keeps the error.
   bool Await(int64_t handle);
-  // Handles a failed operation: the worker goes on, or this throws.
+  // Handles a failed operation: either the worker continues, or this throws.
   void AfterFailure();
 
   const Plan& plan_;
@@ -79,7 +79,7 @@ class WorkerScript {
   std::deque<Values> memory_;
   std::deque<std::vector<core::GradientSums>> sums_;
 
-  // Whether this worker's rounds match the others'. False once an operation could not even begin.
+  // Whether this worker's rounds match the other workers'. False once an operation could not begin.
   bool in_step_ = true;
 
   // State of the parameters:
@@ -102,7 +102,7 @@ class ServingNode : public core::ChannelUser {
       : server_(server), hear_(std::move(hear)) {}
   void OnMessage(core::Message* message) override;
   void OnEvent(const ps::MembershipEvent& event) override;
-  // Ends the wait. `by_order`: the node is told to end by a signal.
+  // Ends the wait. `by_order`: a signal told the node to stop.
   void End(bool by_order);
   // Returns why the job failed, or "".
   std::string AwaitEnd(bool* by_order);
@@ -168,7 +168,7 @@ class Job {
              int generation);
   bool IsGone(int place) const;
   void RunNode(ps::Node::Role role, int number);
-  // Returns why the job failed, or "". `again`: the node was in the job by then.
+  // Returns why the job failed, or "". `again`: whether the node had joined the job by then.
   std::string ServeOnce(const NodeSettings& settings, bool* again);
   void RunWorker(int number, int rank, int workers, int generation);
   uint64_t WantedSums() const;
@@ -190,16 +190,16 @@ class Job {
   }
   // Starts a spare server, since one may be lost.
   void StartSpare();
-  // With backups: whether the job has to end well.
+  // With backups: whether the job has to succeed, whatever the faults.
   bool MustGoOn() const;
-  // Whether the job says that state is lost.
+  // With backups: whether the job reports that state was lost.
   bool LostState() const;
   // Whether no fault is permanent.
   bool IsHarmless() const;
   // Kills the scheduler's process, and starts another one.
   void BreakScheduler();
 
-  // Whether a node may report any error, since the others seem to be gone.
+  // Whether a node may report any error, because it is cut off or killed by a fault.
   bool IsVictim(int node) const { return victims_.count(node) > 0; }
   bool NamesACause(const std::string& error) const;
   std::string NameOf(size_t node) const;

@@ -28,7 +28,7 @@ void Job::OnProbe(int probe, int reached) {
     return fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached;
   };
   if (std::none_of(at_probes_.begin(), at_probes_.end(), is_due)) return;
-  // Another thread carries it out: this one may hold any lock.
+  // Another thread carries out the fault, because this one may hold any lock.
   std::copy_if(at_probes_.begin(), at_probes_.end(), std::back_inserter(due_), is_due);
   std::erase_if(at_probes_, is_due);
   due_cond_.notify_all();
@@ -110,7 +110,7 @@ int Job::FindNode(const Fault& fault, int node) const {
 
 void Job::Break(const Fault& fault) {
   if (Returns(fault)) return BreakScheduler();
-  // If the rank never had a node, nothing can be broken.
+  // If the rank never had a node, the fault has no effect.
   const int number = FindNode(fault, fault.node);
   const int peer = fault.IsOfANode() ? number : FindNode(fault, fault.peer);
   if (number < 0 || peer < 0) return;
@@ -147,10 +147,10 @@ void Job::Break(const Fault& fault) {
 }
 
 bool Job::NamesACause(const std::string& error) const {
-  // The node joined when the others had ended already, or no node joined at all.
+  // Either all other nodes had ended when this node joined, or no node joined at all.
   if (error.find("cannot be joined: ") != std::string::npos) return true;
   if (network_.admitted() == 0) return true;
-  // The restarted scheduler may have ended the job when this node returned, or does not know the
+  // The restarted scheduler may have ended the job when this node returned. Or it does not know the
   // address of a server that did not return.
   if (plan_.returns && error.find("it did not return within") != std::string::npos) return true;
   if (plan_.returns && error.find("(unknown) did not come") != std::string::npos) {
@@ -159,7 +159,7 @@ bool Job::NamesACause(const std::string& error) const {
   // The error of the node that gave up has the cause.
   if (plan_.goes_on && error.find(" gave up round ") != std::string::npos) return true;
   if (plan_.releases && error.find(" has released '") != std::string::npos) return true;
-  // A node gave up a sum, released its name, and was done before this one began its next life.
+  // A node gave up a sum, released its name, and finished before this node used the name again.
   if (plan_.releases && plan_.goes_on && error.find(" left the job while ") != std::string::npos) {
     return true;
   }
@@ -168,9 +168,9 @@ bool Job::NamesACause(const std::string& error) const {
     const std::string left = AddressOf(static_cast<int>(node)) + ") left the job while ";
     if (!records_[node]->error.empty() && error.find(left) != std::string::npos) return true;
   }
-  // Workers may have ended well, or a launcher given up, just before the scheduler noticed a loss.
+  // The workers may have finished, or the launcher given up, just before the loss was noticed.
   if (error.find("no worker came within ") != std::string::npos) return true;
-  // The scheduler reports what it sees; to an isolated one all nodes are silent.
+  // The scheduler reports what it observes: to an isolated scheduler, all nodes are silent.
   if (IsVictim(0)) return true;
   for (const int node : broken_) {
     if (error.find("10.0.0." + std::to_string(node) + ":") != std::string::npos ||

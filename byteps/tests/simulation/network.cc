@@ -313,13 +313,13 @@ void Network::Connect(const SimulatedChannel& from, int to) {
     there = node != nodes_.end() && killed_.count(to) == 0;
     if (there && to != 0) its = node->second->generation();
   }
-  // The node will learn of the new generation, or be lost, as with transports.
+  // Either the node will learn of the new generation, or it will be lost, as with real transports.
   if (there && its < from.generation()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return Connect(from, to);
   }
   const bool ours = there && its == from.generation();
-  // It may have been killed meanwhile.
+  // The node may have been killed in the meantime.
   if (ours && Link(from.number(), to)) return;
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,

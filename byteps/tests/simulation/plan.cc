@@ -64,7 +64,7 @@ std::vector<Config> MakeSettings(const char* quorum, double replace_s,
         given["BYTEPS_PUSH_THREAD"] = threads;
         given["BYTEPS_SERVER_WINDOW_BYTES"] = window;
         given["BYTEPS_PARTITION_BYTES"] = std::to_string(kPartitionBytes);
-        // Few blocks, so that some partitions have to wait.
+        // The pool has few blocks, so that some partitions have to wait.
         given["BYTEPS_PINNED_BYTES"] = std::to_string(3 * kPartitionBytes);
         given["BYTEPS_STREAMED_BYTES"] = std::to_string(4 * kPartitionBytes);
         given["BYTEPS_OP_TIMEOUT_S"] = std::to_string(op_timeout_s);

@@ -51,7 +51,7 @@ void ReplicaJob::MakePlan() {
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
   const uint64_t faults = Random(5);
-  // Two deaths only without other faults: each time, others may wait for the dead one.
+  // Two replicas die only if there is no other fault, because others may wait for each of them.
   const bool deaths_alone = Random(3) == 0;
   for (uint64_t i = 0; i < faults; ++i) {
     Fault fault;
@@ -63,14 +63,14 @@ void ReplicaJob::MakePlan() {
     const uint64_t when = Random(4);
     if (when == 0) fault.at_reached = 1 + static_cast<int>(Random(100));
     if (when == 1) fault.at_probe = static_cast<int>(Random(kNumProbes));
-    // Half of the jobs spare replica 0, the others the last one.
+    // Half of the jobs spare replica 0, the other half the last replica.
     const int most = (plan_.replicas - 1) * plan_.ranks;
     fault.node = static_cast<int>(Random(most)) + (plan_.disturbed ? plan_.ranks : 0);
     fault.peer = 1 + static_cast<int>(Random(plan_.servers));
     fault.seconds = static_cast<double>(1 + Random(140)) * (Random(2) ? 0.002 : 0.1);
     // The scheduler cannot see that a single link is stuck: sums then time out after kOpTimeoutS.
     if (fault.kind == Fault::kDelay) fault.seconds = std::min(fault.seconds, kMostDelayS);
-    // Without a quorum, more than half of the replicas cannot be removed.
+    // Without a quorum, no more than half of the replicas can be removed.
     if (fault.kind == Fault::kStick && !plan_.patient) fault.node = plan_.disturbed ? most : 0;
     if (plan_.replaces && Random(2) == 0) {
       static constexpr Fault::Kind kOfServers[] = {Fault::kKill, Fault::kKill, Fault::kPause,
@@ -236,7 +236,7 @@ void ReplicaJob::Run() {
   }
   for (auto& replica : replicas) replica.join();
   for (size_t i = 1; i < kept.size(); ++i) kept[i].join();
-  // A scheduler that restarted after the end of the job waits for another one.
+  // A scheduler that restarted after the end of the job waits for another job.
   std::this_thread::sleep_for(std::chrono::milliseconds(returns_ > 0 || dies_ ? 5000 : 0));
   if (const std::shared_ptr<ServingNode> last = scheduler_; last && returns_ > 0) last->End(false);
   kept[0].join();
@@ -257,7 +257,7 @@ void ReplicaJob::OnProbe(int probe, int reached) {
            (fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached);
   };
   if (std::none_of(faults_.begin(), faults_.end(), is_due)) return;
-  // Another thread carries it out: this one may hold any lock.
+  // Another thread carries out the fault, because this one may hold any lock.
   std::copy_if(faults_.begin(), faults_.end(), std::back_inserter(due_), is_due);
   std::erase_if(faults_, is_due);
   cond_.notify_all();
@@ -285,7 +285,7 @@ void ReplicaJob::BreakThings() {
     }
     Fault fault = due_.back();
     due_.pop_back();
-    // Replicas can be left out only once all are present and servers have the optimizer state; the
+    // A replica can be removed only once all are present and servers have the optimizer state. The
     // scheduler may die only once all nodes know that.
     const bool has_state = plan_.parameters == 0 || witness_.loaded >= plan_.workers();
     const bool has_begun =
@@ -313,7 +313,7 @@ void ReplicaJob::StartSpare() {
   const int number = next_node_++;
   kept_[number].is_spare = true;
   spares_.emplace_back([=, this] {
-    // In half of the jobs this takes longer than others wait for a late node.
+    // In half of the jobs, starting a server takes longer than others wait for a late node.
     const uint64_t longest = plan_.steps % 4 < 2 ? 300 : 6000;
     std::this_thread::sleep_for(std::chrono::milliseconds(Random(longest)));
     Serve(number);
@@ -337,7 +337,7 @@ void ReplicaJob::BreakServer(const Fault& fault) {
   kept_[node].is_broken = true;
   ++broken_servers_;
   serving_.erase(node);
-  // A launcher notices, and starts another server; it waits for a vacant rank if this one survives.
+  // A launcher notices the end, and starts another server, which waits if this server survives.
   StartSpare();
   fault.kind == Fault::kKill ? network_.Kill(node) : network_.Pause(node, fault.seconds);
 }

@@ -38,7 +38,7 @@ struct ReplicaPlan {
   bool returns = false;   // a killed scheduler restarts
   bool replaces = false;  // lost servers may be replaced
   bool backups = false;   // servers have copies of each other's state
-  // Number of parameters that servers keep for each place; 0: none.
+  // Number of parameters that servers keep for each rank of a replica; 0: none.
   size_t parameters = 0;
 
   int workers() const { return replicas * ranks; }
@@ -50,9 +50,10 @@ class Witness {
  public:
   // Records that a member got a sum of a partition without these ranks.
   void SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks);
-  // Records that a rank pushes the values of a step in this life.
+  // Records that a rank pushes the values of a step. `life`: number of the rank's process, from 1;
+  // a restarted rank has the next number.
   void Pushes(int rank, int life, int step);
-  // Life in which a rank pushed a step; 0: none.
+  // Returns the number of the process in which a rank pushed a step; 0: it did not push the step.
   int LifeAt(int rank, int step) const;
   void Ended(int rank, uint64_t state);
   void Wrong(const std::string& what);
@@ -63,7 +64,7 @@ class Witness {
   int joins = 0;
   int short_sums = 0;
   int loaded = 0;  // ranks that know that servers have the initial state
-  // Progress that a donor gives to a joining replica, by rank; not sent over the simulated network.
+  // Progress that a donor gives to a joining replica, by rank, outside of the simulated network.
   std::map<int, core::ProgressByTensor> rounds;
   // Optimizer state that a donor gives.
   std::map<int, std::vector<float>> optimizers;
@@ -75,11 +76,12 @@ class Witness {
   std::string wrong_;
 };
 
-// Messages among the ranks of a replica's life, as torch.distributed delivers them.
+// Messages among the ranks of a replica until its restart, in place of torch.distributed.
 class Inside {
  public:
   explicit Inside(int ranks) : ranks_(ranks) {}
-  // Called by all ranks; returns the values of place 0. Throws core::Error once a rank has gone.
+  // Returns local rank 0's values on every rank. All call it. Throws core::Error if a rank has
+  // ended.
   std::vector<double> Broadcast(int place, const std::vector<double>& values);
   void Break() {
     std::lock_guard<std::mutex> lock(mu_);
@@ -113,7 +115,7 @@ class ReplicaOptimizer;
 
 class ReplicaMember {
  public:
-  // `life`: of this rank, from 1.
+  // `life`: number of this rank's process, from 1.
   ReplicaMember(const ReplicaPlan* plan, int rank, int life, core::Worker* worker, Inside* inside,
                 Witness* witness);
   ~ReplicaMember();
@@ -138,10 +140,10 @@ class ReplicaMember {
   // Returns the first step of a late rank.
   int Join();
   void CompareStates();
-  // Sums over all members of this place, or over `group`.
+  // Sums over the workers with this local rank in all replicas, or over `group`.
   void Sum(const std::string& name, Values* values, std::vector<uint32_t> group = {});
   std::vector<uint32_t> Peers() const;
-  // Waits for a view of the scheduler's.
+  // Waits for a report of the scheduler that fulfils the condition.
   template <typename Condition>
   ps::ReplicaView Await(Condition condition);
 
@@ -170,7 +172,7 @@ class ReplicaOptimizer {
   // A number that no summed tensor has.
   static constexpr int kTensor = 7;
   using Values = std::vector<float>;
-  // By tensor and partition: the replicas missing in the answer, a bit each.
+  // Replicas missing in each answer, as bits, by tensor and partition.
   using Lists = std::map<std::pair<int, size_t>, uint32_t>;
 
   // Requires a started `worker`.
@@ -186,9 +188,9 @@ class ReplicaOptimizer {
   // Returns a hash of all parameters.
   uint64_t Digest() const;
 
-  // Sends servers the verdict on the last step. Call between two steps.
+  // Sends servers the verdict on the last step. Call it between two steps.
   void Settle();
-  // The servers' state as this rank computes it: slot by slot, partition by partition.
+  // The servers' state as this rank computes it, by slot, and each slot by partition.
   Values State() const;
   // Reads the parameters from the servers, and compares them with the state of the donor.
   void Join(const Values& donors);
@@ -199,8 +201,8 @@ class ReplicaOptimizer {
   core::UpdateStep StepOf(int step, double scale) const;
   std::string TakeVerdict();
   void Read(uint64_t end, Values* values, const std::string& verdict);
-  // Sums the gradients of a partition without these. Returns false if not all others have pushed
-  // it.
+  // Sums the gradients of a partition, except those of the replicas `without`. Returns false if not
+  // all other replicas have pushed it.
   bool SumOf(int step, size_t partition, uint32_t without, Values* sum) const;
 
   const ReplicaPlan& plan_;
@@ -222,9 +224,9 @@ class ReplicaOptimizer {
 // servers do so as well, and are replaced
 
 // Conditions: members get the same sum of each partition, in closed form of the members that
-// answers name; no push counts in two lives; all replicas end with the same state; the spared
-// replica, the servers and the scheduler end well, as does every replica that joins in time and is
-// hit by no fault.
+// answers name; no push of a process counts after its restart; all replicas end with the same
+// state; the spared replica, the servers and the scheduler end well, as does every replica that
+// joins in time and is hit by no fault.
 class ReplicaJob {
  public:
   ReplicaJob();
@@ -261,11 +263,11 @@ class ReplicaJob {
     bool served = false;
     std::string error;  // at its end
   };
-  // Counts removed replicas and replaced servers, of which the scheduler hears.
+  // Counts removed replicas and replaced servers, as the scheduler reports them.
   void Count(const ps::MembershipEvent& event);
   void Serve(int number);
   void RunScheduler();
-  // Runs the lives of a replica, one after the other.
+  // Runs a replica, and restarts it after each end.
   void RunReplica(int replica);
   void RunMember(Life* life, int place, Inside* inside);
   void OnProbe(int probe, int reached);

@@ -183,8 +183,8 @@ void ReplicaMember::Control(int step) {
   const int count = plan_.replicas;
   Values chosen = {-1, 0};
   if (place_ == 0) {
-    // All must see the same life of a replica wait: then the mean of their views equals this one's,
-    // and so does the mean of squares.
+    // A replica joins only if all members see the same start of it waiting. In that case the mean
+    // of their views equals this member's view, and so does the mean of squares.
     const ps::ReplicaView view = worker_->Replicas();
     Values mine(2 * count), sum;
     for (int i = 0; i < view.count(); ++i) {
@@ -276,8 +276,8 @@ namespace {
 
 constexpr double kClipped = 0.25;
 
-// The kind of a step. 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or
-// dropped.
+// Returns the kind of a step. 0: at once; 1: the norm first; 2 to 4: speculative, then kept,
+// clipped or dropped.
 uint64_t ChoiceOf(const ReplicaPlan& plan, int step) {
   const uint64_t seed[] = {plan.counts[0], static_cast<uint64_t>(step)};
   return core::HashBytes(seed, sizeof(seed), 1) % 5;
@@ -452,7 +452,7 @@ uint64_t ReplicaOptimizer::Digest() const {
 void ReplicaOptimizer::Settle() {
   if (verdict_ == core::Verdict::kNone) return;
   Values& nothing = memory_.emplace_back(1);
-  // The verdict is sent again with the next push.
+  // The next push sends the verdict again.
   Read(0, &nothing, std::string(1, static_cast<char>(verdict_)));
 }
 

@@ -9,7 +9,7 @@
 //
 // - Nothing hangs: all nodes end within a bound that follows from the timeouts. Scheduler and
 //   servers that no worker has joined may wait for one; the test then ends them.
-// - The sums that workers get are right, whatever happens to others: each push was added once.
+// - The sums that workers get are right, whatever happens to other nodes: each push was added once.
 // - Without faults, no node fails, and each server makes each of its sums once.
 // - A node that fails gives a reason that names the fault.
 // - In half of the jobs scheduler and servers outlive failures (--keep). A simulated launcher
@@ -53,10 +53,10 @@ namespace simulation {
 
 namespace {
 
-// A silent peer, then an operation that waits for it, then a shutdown that waits for it; several
-// times if a worker goes on after that.
+// Bound for a job: the time of a silent peer, of an operation that waits for it, and of a shutdown
+// that waits for it. A worker that continues may need these times repeatedly.
 constexpr double kLimitS = 150;
-// The same for a job whose workers are restarted.
+// Bound for a job whose workers are restarted.
 constexpr double kKeptLimitS = 900;
 
 struct Options {

@@ -70,7 +70,7 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     if (comes) return channel_->data_cond_.notify_all();
     if (!scheduler) return channel_->network_->Connect(*channel_, peer);
     if (node.role == ps::Node::SCHEDULER || channel_->network_->IsLinked(peer, life)) return;
-    // The peer came, and has gone.
+    // The peer has connected, and has ended since.
     channel_->OnEnd(peer, life, {"its connection closed", true, false});
   }
 
@@ -121,7 +121,7 @@ SimulatedChannel::~SimulatedChannel() { Stop(); }
 void SimulatedChannel::Start(core::ChannelUser* user) {
   user_ = user;
   auto deadline = std::chrono::steady_clock::now() + Duration(settings_.start_timeout_s);
-  // For a vacant rank, and for a scheduler to restart.
+  // The server waits for a vacant rank, and the scheduler may restart.
   const bool waits = settings_.role == ps::Node::SERVER && settings_.scheduler_return_s > 0 &&
                      settings_.replace_servers_s > 0;
   while (true) {
@@ -343,7 +343,7 @@ void SimulatedChannel::HandleEnd(const Event& event) {
 bool SimulatedChannel::NameSender(Event* event) {
   int* const sender = &event->message.meta.sender;
   std::lock_guard<std::mutex> lock(mu_);
-  // Workers tell their servers who they are; servers are known from the scheduler's list.
+  // Workers tell servers their ranks. Servers are known from the scheduler's list.
   if (settings_.role == ps::Node::SERVER && core::IsWorker(*sender)) {
     names_[*sender] = {event->from, 0};
     return true;
@@ -406,7 +406,7 @@ ps::SArray<char> SimulatedChannel::Place(const ps::Meta& meta, const ps::SArray<
   }
   const size_t half = values.size() / 2;
   for (const auto& [begin, end] : {std::pair<size_t, size_t>(0, half), {half, values.size()}}) {
-    // Sometimes the rest is delayed.
+    // In some cases the second half is delayed.
     if (begin > 0 && Random(16) == 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(Random(20'000)));
     }

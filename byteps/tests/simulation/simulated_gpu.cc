@@ -2,7 +2,7 @@
 //
 // A thread of the job does the streams' work, a piece at a time, from a stream that the seed picks.
 // Streams, events and pinned memory live as long as the process, as in the engine. MakeGpu makes
-// everything that jobs use, so that each seed finds the same.
+// all of them in advance, so that each seed finds the same objects.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -26,7 +26,7 @@
 namespace byteps {
 namespace core {
 
-// A waiter waits for what was recorded when it began to wait, whatever is recorded later.
+// A stream waits for what was recorded when its wait began; later recordings do not matter.
 struct Event {
   uint64_t recorded = 0;  // number of recordings
   std::set<uint64_t> pending;

@@ -31,7 +31,7 @@ constexpr size_t kStackBytes = 256 << 10;
 constexpr int64_t kNever = INT64_MAX;
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr auto kHeldUp = static_cast<int64_t>(kHeldUpS * kSecond);
-// Time at the beginning of a world: late enough that a timestamp of 0 is long ago.
+// Time at the beginning of a simulation: so late that a timestamp of 0 is long ago.
 constexpr int64_t kBegin = 3'600 * kSecond;
 
 struct Fiber {
@@ -67,7 +67,7 @@ class World {
   Fiber* Start(void* (*entry)(void*), void* argument);
   // Makes the running fiber wait until Wake(what) or the deadline. Returns false at the deadline.
   bool Wait(const void* what, const char* how, int64_t deadline = kNever);
-  // Does the same, but first tells the listener for waits.
+  // Does the same as Wait, but first reports the wait to the listener.
   bool ReachWait(const void* what, const char* how, int64_t deadline, bool for_condition);
   void WakeAll(const void* what);
   void WakeOne(const void* what);

@@ -251,8 +251,8 @@ void WorkerScript::CheckParameters(const Values& values, int round, const char* 
 }
 
 void WorkerScript::Update(int round) {
-  // The kind of step. 0: at once; 1: the norm first; 2 to 4: speculative, then kept, clipped or
-  // dropped; 5: speculative, then rank 0 loads other parameters.
+  // Kind of the step. 0: made at once; 1: the norm first; 2 to 4: speculative, then kept, clipped
+  // or dropped; 5: speculative, then rank 0 loads other parameters.
   const uint64_t choice = ChoiceOf(part_.generation, round, 6);
   const std::string said = Packed(std::exchange(verdict_, core::Verdict::kNone));
   const double clipped = 0.25;
@@ -296,7 +296,7 @@ void WorkerScript::Update(int round) {
   if (!error_.empty()) return AfterFailure();
   CheckParameters(parameters, round, "the step");
   if (choice != 5) return;
-  // This holds whatever verdicts the others have sent.
+  // After the load, verdicts of other ranks no longer matter.
   steps_ = 0;
   if (part_.rank == 0) verdict_ = core::Verdict::kNone;
   Load();

@@ -46,16 +46,15 @@ namespace simulation {
 // code under test is neither changed nor compiled differently.
 
 struct Outcome {
-  // "": `body` returned, and every thread ended. Otherwise what hung, and where each thread waits;
-  // then this process must run nothing more.
+  // "" if `body` returned and every thread ended. Otherwise the thread that hung, and where each
+  // thread waits; this process must then run no further job.
   std::string hang;
   double seconds = 0;        // simulated time
   uint64_t switches = 0;     // between threads
   uint64_t fingerprint = 0;  // hash of the order of switches: equal if two runs were alike
 };
 
-// Runs `body` as the first thread. It hangs if no thread can run, or after `limit_s` simulated
-// seconds.
+// Runs `body` as the first thread. It hangs if no thread can run, or after `limit_s` of its time.
 Outcome Run(uint64_t seed, double limit_s, const std::function<void()>& body);
 
 // Whether the caller is a simulated thread.
@@ -92,7 +91,7 @@ constexpr double kHeldUpS = 0.3;
 void ListenToWaits(std::function<Waking(const Wait&)> reach);
 // Assigns the caller, and threads that it starts, to a node.
 void BelongTo(int node);
-// Makes the caller run before all others, from now on, whenever it can run.
+// Lets the caller run before all other threads from now on, whenever it can run.
 void GoFirst();
 
 // ----- probes of base/invariant.h that seeds reach, and their effects
@@ -130,7 +129,8 @@ constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
 constexpr double kLongOpTimeoutS = 12;
-// Grace of a late replica: longer than delays of links and threads, so only hanging ones exceed it.
+// Grace period of a late replica. It is longer than all delays of links and threads, so only
+// replicas that hang exceed it.
 constexpr double kGraceS = 3;
 // Time that a job waits for another server: longer than starting one takes.
 constexpr double kReplaceS = 10;
@@ -138,25 +138,25 @@ constexpr double kReplaceS = 10;
 // and too short for waiting sums to time out.
 constexpr double kReturnS = 3;
 constexpr uint64_t kMostAwayMs = 600;
-// Seconds of a kept server's wait: longer than the launcher takes to restart workers.
+// Seconds that a kept server waits: longer than the launcher takes to restart workers.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
 
 struct Fault {
   enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit, kStick, kWake, kHoldUp };
   Kind kind;
-  // The moment of the fault: this time; or, if not 0, after this number of probes; or, if not -1,
-  // at this probe. kQuit: a worker ends well after some rounds, before the others. kStick: a
-  // replica's program hangs for a while, with heartbeats. kWake, kHoldUp: a waiting thread
-  // continues without reason, or late.
+  // Moment of the fault: this time; or, if not 0, after this number of probes; or, if not -1, at
+  // this probe. kQuit: a worker finishes after some rounds, before the others. kStick: a replica's
+  // program hangs for a while, but heartbeats go on. kWake, kHoldUp: a waiting thread continues
+  // without a reason, or late.
   double at_s = 0;
   int at_reached = 0;
   int at_probe = -1;
-  // At this wait (Wait::number); then nodes are numbers, not places.
+  // The fault happens at this wait (Wait::number). Then `node` and `peer` are numbers of nodes.
   int64_t at_wait = -1;
   int after_rounds = 0;
-  // Places in the job: 0 the scheduler, then servers, then workers. The fault hits the nodes that
-  // have these places at that moment.
+  // Indices in the job: 0 is the scheduler, then come servers, then workers. The fault hits the
+  // nodes that have these indices at that moment.
   int node;
   int peer;
   double seconds;  // duration of a pause or delay
@@ -186,8 +186,8 @@ struct Plan {
   std::vector<Fault> faults;
   bool releases = false;  // workers release names after some rounds, and sum them again
 
-  // Whether a name is released after a round; its number of releases before a round; its number of
-  // values in a round.
+  // Whether a name is released after a round; the number of its releases before a round; the number
+  // of its values in a round.
   bool Releases(int tensor, int round) const;
   int LifeAt(int tensor, int round) const;
   size_t CountAt(int tensor, int round) const;
@@ -197,17 +197,16 @@ struct Plan {
 // Call once before any simulation: reading the environment is slow, and objects that live as long
 // as the process must be the same for every seed.
 const std::vector<core::Config>& Settings();
-// The same for replicas, where one may be late (BYTEPS_QUORUM), lost servers may be replaced, or
-// the scheduler may restart, with enough time for sums.
+// Settings for replicas, with enough time for sums. One replica may be late (BYTEPS_QUORUM), lost
+// servers may be replaced, or the scheduler may restart.
 const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bool returns);
 
-// The same for 2 or 3 servers with copies of each other's state. `patient`: one of several replicas
-// may be late.
+// Settings for 2 or 3 servers that copy each other's state. `patient`: a replica may be late.
 const std::vector<core::Config>& BackupSettings(int servers, bool patient);
 
 // Within Run.
 Plan MakePlan();
-// A job whose servers have copies of each other's state: servers are lost, and links break.
+// Returns a job whose servers keep copies of each other's state. Servers are lost, and links break.
 Plan MakeBackupPlan();
 
 // ----- a network between the nodes of a job, with faults
@@ -234,7 +233,7 @@ class Network {
   Network();
   ~Network();
 
-  // A number that no life of a node has had.
+  // Returns a number for a new process of a node, its life. No earlier process has had this number.
   uint64_t NewLife() { return ++lives_; }
   // Gives a node its address, unless another node has it.
   void Add(SimulatedChannel* node);
@@ -245,21 +244,21 @@ class Network {
   // if there is no link. `expected`: life of the receiver; the message waits for a link to it.
   void Carry(const SimulatedChannel& from, int to, uint64_t expected, ps::Message message);
 
-  // Whether the scheduler has a link with this life of the node.
+  // Whether the scheduler has a link with this process of the node.
   bool IsLinked(int node, uint64_t life);
   // Returns false if one of them is dead.
   bool Link(int a, int b);
   // Makes a link, or tells `from` that the peer is absent, or in another generation.
   void Connect(const SimulatedChannel& from, int to);
-  // Ends a link; messages in flight are lost. Each end that has an `End` is told after the messages
-  // before it: `how`, and whether the peer closed the link.
+  // Ends a link; messages in flight are lost. Each end with an `End` is told after it has got the
+  // earlier messages. `how`: the reason; the flag says whether the peer closed the link.
   struct End {
     std::string how;
     bool by_peer = false;
     bool orderly = false;
   };
   void Unlink(int a, int b, const End* at_a, const End* at_b);
-  // Closes the scheduler's link with this life of a node, in good order.
+  // Closes the scheduler's link with this process of a node, after a goodbye.
   void Close(int node, uint64_t life);
 
   // ----- faults; nodes are numbers, the scheduler is 0
@@ -268,10 +267,10 @@ class Network {
   void Reset(int a, int b);
   // Ends a node's process: its links close, and it neither sends nor receives.
   void Kill(int node);
-  // Lets another process take the place of a killed one.
+  // Lets another process take the rank of a killed one.
   void Revive(int node);
-  // Makes a node silent for some seconds: its messages wait, in both directions.
-  // Others notice only the silence.
+  // Makes a node silent for some seconds: its messages wait, and other nodes notice only the
+  // silence.
   void Pause(int node, double seconds);
   // Makes a link hold its messages for some seconds.
   void Delay(int a, int b, double seconds);
@@ -405,7 +404,7 @@ class SimulatedChannel : public core::Channel {
   void ReceiveControl();
   void ReceiveData();
   void HandleEnd(const Event& event);
-  // Moves the values to their place, or into own memory.
+  // Moves the values to their destination, or into memory of the channel.
   ps::SArray<char> Place(const ps::Meta& meta, const ps::SArray<char>& values);
   // Returns kEmpty if the node has no id.
   int IdOf(int number, uint64_t life) const;
@@ -466,7 +465,7 @@ core::DeviceStream UserStream();
 // Adds work to that stream.
 void Compute(std::function<void()> work);
 
-// Does the streams' work, until this is destroyed and no work is left; within Run.
+// Runs the streams' work, until this object is destroyed and no work is left. Use it within Run.
 class Gpu {
  public:
   Gpu();

@@ -1,6 +1,6 @@
-// Servers without a network, which follow a test's script.
+// Simulated servers without a network, which follow a test's script.
 //
-// Several threads answer requests, as those of a transport would. The answer to a PUSH_PULL is the
+// Several threads answer requests, like a transport's threads. The answer to a PUSH_PULL is the
 // values times `ranks`, as if this number of ranks had pushed the same values.
 #ifndef BYTEPS_TESTS_SUPPORT_JOB_H_
 #define BYTEPS_TESTS_SUPPORT_JOB_H_
@@ -69,8 +69,8 @@ class FakeChannel : public Channel {
   // ----- changes to the script
 
   void Change(const std::function<void(Script*)>& change);
-  // Does not answer pushes to this server until Release and, if `unsent`, does not count them as
-  // sent. -1: any server.
+  // Stops answers to pushes to this server until Release. With `unsent`, such pushes do not count
+  // as sent either. -1: any server.
   void HoldServer(int server, bool unsent);
   void Release();
   void FailJob(const std::string& reason);
@@ -84,11 +84,11 @@ class FakeChannel : public Channel {
   std::vector<std::vector<Declaration>> declarations(int server);
   // (key of the tensor + partition, server), in the order of sending.
   std::vector<std::pair<uint64_t, int>> pushes();
-  // (key of the tensor + partition, round) of sums that were given.
+  // Sums that were given: (key of the tensor + partition, round).
   std::vector<std::pair<uint64_t, uint32_t>> gifts();
-  // (key of the tensor, server), in the order of release.
+  // Releases in their order: (key of the tensor, server).
   std::vector<std::pair<uint64_t, int>> releases();
-  // Waits for this number of pushes. Returns false after 20 s.
+  // Waits until there were `count` pushes. Returns false after 20 s.
   bool AwaitPushes(size_t count);
   bool AwaitHeld(size_t count);
   // Waits until values are being received into the user's memory.
@@ -194,8 +194,8 @@ struct Job {
     return 0;
   }
 
-  // Waits for a metric to reach this value. A push loop may release a message, and with it the
-  // window, after the answer has come.
+  // Waits for a metric to reach this value. A push loop may free a message, and with it room in the
+  // window, only after the answer has arrived.
   bool Settles(const std::string& name, double value) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (Metric(name) != value) {

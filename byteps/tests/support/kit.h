@@ -49,14 +49,14 @@ inline Launch LaunchOf(int rank, int workers) {
 
 // ----- memory that cannot be allocated: operator new of this program
 
-// While it lives, no thread can allocate `bytes` bytes or more at once.
+// Makes allocations of `bytes` bytes or more fail, in all threads, while this object lives.
 class NoMemoryFrom {
  public:
   explicit NoMemoryFrom(size_t bytes);
   ~NoMemoryFrom();
 };
 
-// While it lives, this thread can allocate memory only `times` times.
+// Makes all but `times` allocations of this thread fail, while this object lives.
 class MemoryOnlyTimes {
  public:
   explicit MemoryOnlyTimes(int times);
@@ -120,7 +120,7 @@ class LoopJob {
     failing_rank_ = rank;
     failure_ = error;
   }
-  // Whether that push has failed.
+  // Whether the push has failed.
   bool failed() {
     ps::MutexLock lock(&mu_);
     return failing_rank_ < 0;
@@ -165,7 +165,7 @@ class LoopJob {
     void Send(const Message& message) override {
       Message copy = message;
       copy.peer = rank_;
-      // Copied, since the values are the worker's and a server adds in place.
+      // The values are copied, because they belong to the worker, and a server adds in place.
       copy.values = SharedBytes::New(message.values.size());
       memcpy(copy.values.data(), message.values.data(), message.values.size());
       if (job_->TakeAway(copy, rank_)) return;

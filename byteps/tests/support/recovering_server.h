@@ -11,7 +11,7 @@
 namespace byteps {
 namespace core {
 
-// A server that goes on after losses, as byteps-server does.
+// A server that continues after losses, like byteps-server.
 class RecoveringServer : public SumServer {
  public:
   RecoveringServer(const Config& config, Channel* channel)

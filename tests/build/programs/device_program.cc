@@ -1,5 +1,5 @@
-// Asks two GPUs for all of byteps/device/device.h; the fake driver says whether it was used well.
-// With -DFAKE_DRIVER it is that driver.
+// Calls every function of byteps/device/device.h for two GPUs. The fake driver checks the calls.
+// Compiled with -DFAKE_DRIVER, this file is that driver.
 #ifndef FAKE_DRIVER
 #include <dlfcn.h>
 
@@ -29,7 +29,7 @@ int Ask(const char* function) {
   return reinterpret_cast<int (*)()>(dlsym(driver, function))();
 }
 
-// There and back, with `device` current.
+// Copies to the GPU and back, with `device` current.
 void CopyOn(int device, char letter) {
   const core::CurrentDevice current(device);
   Expect(Ask("fake_current_device") == device, "the device is current");
@@ -191,7 +191,7 @@ int cuStreamCreate(void** stream, unsigned) { return Make(stream); }
 int cuStreamQuery(void* stream) { return Check(stream); }
 // Events may be waited for across contexts.
 int cuStreamWaitEvent(void* stream, void*, unsigned) { return Check(stream); }
-// Streams do their work at once: nobody could set the word later.
+// The stream does its work at once, so the word must be set already.
 int cuStreamWaitValue32_v2(void* stream, unsigned long long word, unsigned value, unsigned flags) {
   constexpr unsigned kEqual = 1;
   if (int error = Check(stream)) return error;

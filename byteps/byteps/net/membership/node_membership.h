@@ -63,8 +63,8 @@ class NodeMembership : public Membership {
   // Rate of the slowest worker's NIC, in Mbit/s each way; 0 if the rate of any worker's NIC is
   // unknown. Equal on all workers. Call after Join, on a worker.
   int link_mbps();
-  // Whether the job was already running when this worker's replica came. The replica takes no part
-  // in sums until it is admitted. Call after Join, on a worker.
+  // Whether the job was running when this worker's replica came. The replica takes no part in sums
+  // until it is admitted. Call after Join, on a worker.
   bool is_late();
   // Returns whether the scheduler has died and may return, or has returned and may still wait for
   // nodes.

@@ -74,7 +74,7 @@ TEST(NicPairs, EachSubnetIsOneRail) {
     std::set<std::string> pairs;
     for (const auto& tries : plan) {
       pairs.insert(tries[0].from + " " + tries[0].to);
-      // The other rail is second, and the kernel's choice last.
+      // The NIC of the other rail comes second, and the kernel's choice last.
       ASSERT_EQ(tries.size(), 3U);
       EXPECT_NE(tries[1].from, tries[0].from);
       EXPECT_NE(tries[1].to, tries[0].to);
@@ -109,7 +109,7 @@ TEST(NicPairs, RatesShareTheConnections) {
   const std::vector<Nic> worker = {Of("10.0.0.1", 300'000), Of("10.0.0.2", 100'000)};
   const auto plan = PairNics(worker, Server({Of("10.0.0.9", 400'000)}), 8, 3);
   EXPECT_EQ(CountFrom(plan), (std::map<std::string, int>{{"10.0.0.1", 6}, {"10.0.0.2", 2}}));
-  // NICs count as equal if a rate is unknown.
+  // If a NIC's rate is unknown, all NICs count as equal.
   const std::vector<Nic> unknown = {Of("10.0.0.1", 300'000), Of("10.0.0.2", 0)};
   const auto even = PairNics(unknown, Server({Of("10.0.0.9", 400'000)}), 8, 3);
   EXPECT_EQ(CountFrom(even), (std::map<std::string, int>{{"10.0.0.1", 4}, {"10.0.0.2", 4}}));
@@ -188,7 +188,7 @@ TEST(DialPlan, OfALinkThatBrokeNothingIsKnown) {
   EXPECT_FALSE(plan.redial().nobody_listens());
 }
 
-// Timers and sockets of an earlier attempt must be told apart.
+// The numbers tell timers and sockets of an earlier attempt apart from those of the current one.
 TEST(DialPlan, EachAttemptHasANumber) {
   DialPlan plan(kFirstPause, kLongestPause);
   plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
@@ -339,8 +339,8 @@ TEST_F(OutageWatchTest, ThePatienceIsLessWhatHasPassedInSilence) {
   EXPECT_EQ(watch_.number(), 1u);
 }
 
-// The scheduler gives a lost node 5 s. Once it has reconnected it is alive, and may take the full
-// time to send what is missing.
+// The scheduler gives a lost node 5 s. A node that has reconnected is alive, and gets the full time
+// to send the missing messages.
 TEST_F(OutageWatchTest, APeerThatIsThereAgainHasAllTheTime) {
   Break(seconds(5));
   EXPECT_EQ(Left(), 5);
@@ -352,8 +352,8 @@ TEST_F(OutageWatchTest, APeerThatIsThereAgainHasAllTheTime) {
   EXPECT_FALSE(watch_.awaits_proof());
 }
 
-// If a path carries greetings but nothing larger, each connection is made and breaks. The outage
-// must end anyway.
+// If a path carries greetings but nothing larger, every connection is made and then breaks. Even
+// so, the outage must end at its deadline.
 TEST_F(OutageWatchTest, AConnectionThatProvesNothingDoesNotEndIt) {
   EXPECT_TRUE(Break(seconds(10)));
   watch_.AwaitProof(1);
@@ -365,7 +365,7 @@ TEST_F(OutageWatchTest, AConnectionThatProvesNothingDoesNotEndIt) {
     EXPECT_EQ(watch_.deadline(), deadline);
   }
   EXPECT_EQ(watch_.number(), 1u);
-  // A connection that proved itself starts a new outage when it breaks.
+  // If a connection had proved that it works, its break starts a new outage.
   watch_.End();
   EXPECT_TRUE(Break(seconds(60)));
   EXPECT_GT(watch_.deadline(), deadline);
@@ -423,7 +423,7 @@ TEST_F(OutageWatchTest, SaysWhatWasNotAcknowledged) {
   EXPECT_EQ(watch_.GivenUp(false, "").find("acknowledged"), std::string::npos);
 }
 
-// The end that waits for answers gives up first, although it has sent nothing.
+// The side that waits for answers gives up first, although it has sent no message itself.
 TEST_F(OutageWatchTest, OneThatIsRefusedSaysWhatWasNotAcknowledged) {
   Break(seconds(30));
   watch_.AwaitProof(1);

@@ -117,8 +117,7 @@ void Leave(char value, char* memory, size_t bytes) {
   asm volatile("" : : "r"(memory) : "memory");
 }
 
-// Encodes a meta constructed in memory that holds old bytes. `fill` sets the members that its
-// sender knows.
+// Encodes a meta constructed in memory with old bytes. `fill` sets the members that a sender sets.
 template <typename Fill>
 std::string EncodedFrom(char left_there, Fill fill) {
   alignas(ps::Meta) char memory[sizeof(ps::Meta)];
@@ -143,8 +142,8 @@ ps::Node NodeFrom(char left_there) {
   return copy;
 }
 
-// The wire must not leak the sender's memory: equal messages give equal bytes, whatever members are
-// left unset.
+// The wire must not leak the sender's memory: equal messages give equal bytes, even if members are
+// unset.
 TEST(Meta, SendsNothingThatNobodyWrote) {
   const auto heartbeat = [](ps::Meta* meta, char) {
     meta->control.cmd = ps::Control::HEARTBEAT;
@@ -272,8 +271,8 @@ TEST(ReplayLog, WhatIsInFlightIsTakenWhereALinkEnds) {
   EXPECT_TRUE(log.empty());
 }
 
-// Sender and receiver over a link that delivers in order and breaks at random. The sender hears of
-// a random part of what has arrived.
+// Sender and receiver over a link that delivers in order and breaks at random. The sender learns of
+// a random part of the messages that have arrived.
 TEST(ReplayLog, EachComesOnceAndInOrderHoweverOftenItBreaks) {
   std::mt19937 random(7);
   for (int run = 0; run < 300; ++run) {
@@ -361,7 +360,7 @@ TEST(Receipts, WhatWasToldAtOnceCountsNoMore) {
   EXPECT_EQ(receipts.Next(), Tell::kSoon);
 }
 
-// Otherwise a sender without room would wait for the planned frame.
+// If this acknowledgement waited for the planned frame, a sender without room would wait, too.
 TEST(Receipts, ManyAreToldAtOnceThoughAFrameIsPlanned) {
   Receipts receipts;
   receipts.Came(1);

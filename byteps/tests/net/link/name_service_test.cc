@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 const DialPlan::Clock::time_point kStart{};
 
-// Installs a resolver whose answers the test changes, like those for a pod that is recreated.
+// Installs a resolver whose answers the test can change, like those for a recreated pod.
 class ChangingNames {
  public:
   ChangingNames() { NameService::Set(names_); }

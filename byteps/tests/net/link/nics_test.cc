@@ -42,7 +42,7 @@ const Machine kVirtualMachine = {
     {"ens4", "pci0000:00/0000:00:04.0/virtio1", -1, -1, "10.128.0.2"},
 };
 
-// Two sockets with a NIC each, and a port for management; no GPU.
+// A machine with two sockets, a NIC at each, and a NIC for management. It has no GPU.
 const Machine kTwoSockets = {
     {"eno1", "pci0000:00/0000:00:1c.0/0000:02:00.0", 0, 1'000, "192.168.1.5"},
     {"ens1", "pci0000:16/0000:16:02.0/0000:17:00.0", 0, 100'000, "10.0.0.5"},
@@ -50,7 +50,7 @@ const Machine kTwoSockets = {
     {"ens3", "pci0000:c9/0000:c9:04.0/0000:cb:00.0", 1, 100'000, "10.0.2.5", false},
 };
 
-// Two NICs with RDMA, and an equally fast one without.
+// A machine with two RDMA NICs, and an equally fast NIC without RDMA.
 const Machine kTwoWithRdma = {
     {"eth0", "pci0000:16/0000:16:02.0/0000:17:00.0", 0, 100'000, "10.0.0.5", true, "mlx5_0"},
     {"eth1", "pci0000:16/0000:16:04.0/0000:18:00.0", 0, 100'000, "10.0.1.5"},
@@ -145,7 +145,7 @@ class Tree {
     return nics;
   }
 
-  // Returns the interfaces that a worker uses; with `gpu` "server" those of a server.
+  // Returns the interfaces that a worker uses or, with `gpu` "server", those that a server uses.
   std::string Choose(const std::string& address, const std::string& gpu, int local_rank = 0,
                      int local_size = 1, const std::string& setting = "auto") {
     NicUser user;
@@ -168,8 +168,7 @@ class Tree {
     return names;
   }
 
-  // Returns the NUMA nodes of `threads` threads of a process with these NICs and cores; -1: not
-  // bound.
+  // Returns the NUMA nodes of `threads` threads of a process with these NICs and cores; -1: none.
   std::vector<int> Place(const std::string& names, int threads, int first_core = 0,
                          int last_core = 1023) {
     std::vector<HostNic> used;
@@ -245,7 +244,7 @@ TEST(Nics, AVirtualInterfaceThatLeadsToTheSchedulerIsUsedAlone) {
 
 TEST(Nics, AServerUsesAllThatAreAlike) {
   Tree tree(kTwoSockets);
-  // The management port and the unplugged NIC are left out.
+  // The list has neither the management NIC nor the unplugged NIC.
   EXPECT_EQ(tree.Choose("10.0.0.5", "server"), "ens1 ens2");
   EXPECT_EQ(tree.host_mbps, 200'000);
   EXPECT_EQ(tree.Choose("192.168.1.5", "server"), "ens1 ens2") << "wherever the scheduler is";

@@ -251,7 +251,7 @@ TEST(BestOf, TheOneOnWhichTheFewestBytesWait) {
   EXPECT_EQ(BestOf<FakeLink>({}), nullptr);
 }
 
-// TCP did this; over RDMA messages used to wait on a link that was being resumed.
+// Over TCP this was always so. Over RDMA, messages used to wait on a link that was being resumed.
 TEST(BestOf, OneThatIsBrokenOnlyWhereAllAre) {
   const auto broken = LinkWith(false, 0), other = LinkWith(false, 1), open = LinkWith(true, 1000);
   EXPECT_EQ(BestOf<FakeLink>({broken, open}), open);
@@ -259,7 +259,7 @@ TEST(BestOf, OneThatIsBrokenOnlyWhereAllAre) {
   EXPECT_EQ(BestOf<FakeLink>({other, broken}), broken);
 }
 
-// With equal bytes on each link the slow NIC would finish long after the other.
+// If links were chosen by queued bytes alone, the slow NIC would finish long after the fast NIC.
 TEST(LinkRate, IsMeasuredWhileMuchIsInFlight) {
   constexpr size_t kPart = 128 << 10;
   LinkRate rate;
@@ -276,7 +276,7 @@ TEST(LinkRate, IsMeasuredWhileMuchIsInFlight) {
   now += 1'000'000;  // nothing is in flight
   send(1, 1000);
   EXPECT_DOUBLE_EQ(rate.bytes_per_ns(), kPart / 1000.0);
-  // A small message is acknowledged late.
+  // A small message is acknowledged late, so it does not change the rate.
   rate.Update(100, 0, now);
   rate.Update(0, 100, now += 20'000'000);
   send(4, 2000);
@@ -381,7 +381,7 @@ TEST_F(PeerTableTest, AProcessThatTakesTheNameOfAnotherDisplacesIt) {
   EXPECT_EQ(table_.Name(2, kWorker).displaced, Links({before}));
   EXPECT_EQ(table_.Choose(kWorker, 0), after);
   EXPECT_EQ(table_.All().size(), 2u) << "both are closed where the van stops";
-  // In this case no node is lost.
+  // No node is lost in this case.
   const auto loss = table_.LetGo(before.get());
   EXPECT_TRUE(loss.peer);
   EXPECT_TRUE(table_.IsReplaced(loss.id, loss.peer));
@@ -394,7 +394,7 @@ TEST_F(PeerTableTest, AServerKnowsAWorkerByItsOwnWord) {
   EXPECT_EQ(table_.Of(kWorker), Links({first, second}));
   EXPECT_EQ(Refusal(Process(2, kWorker)), "another process is connected under its node id");
   EXPECT_EQ(Refusal(Process(1, kOther)), "another process is connected under its node id");
-  // Another process may connect once all links of the first are gone.
+  // Once all links of the first process are gone, another process may connect.
   table_.LetGo(first.get());
   EXPECT_NE(Refusal(Process(2, kWorker)), "");
   table_.LetGo(second.get());
@@ -426,7 +426,7 @@ TEST_F(PeerTableTest, WhoAsksOnceMoreGetsTheLinkOrAnother) {
   EXPECT_FALSE(table_.LetGo(link.get()).peer) << "nobody's loss";
 }
 
-// A link may have given bytes to the kernel that are not sent yet.
+// The kernel may hold bytes of an idle link that are not sent yet.
 TEST_F(PeerTableTest, OfIdleLinksThatOverTheIdlerNicIsChosen) {
   const auto first = Admit(Process(1, kWorker)).link;
   const auto second = Admit(Process(1, kWorker, 1)).link;
@@ -446,7 +446,7 @@ TEST_F(PeerTableTest, AMessageTakesALinkOfItsPlane) {
   const auto data = Admit(Process(1, kWorker, 0, 1)).link;
   EXPECT_EQ(table_.Choose(kWorker, 0), control);
   EXPECT_EQ(table_.Choose(kWorker, 1), data);
-  // A message whose plane has no link takes no other: the peer is lost.
+  // A message does not use the links of another plane: the peer is lost.
   table_.LetGo(data.get());
   EXPECT_EQ(table_.Choose(kWorker, 1), nullptr);
 }

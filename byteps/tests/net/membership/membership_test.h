@@ -1,5 +1,5 @@
-// Fixtures to test membership without a network: links that record what is sent, and a scheduler's
-// side to which the test plays the nodes.
+// Fixtures to test membership without a network: links that record what is sent to them, and a
+// scheduler whose nodes are played by the test.
 #ifndef BYTEPS_TESTS_NET_MEMBERSHIP_MEMBERSHIP_TEST_H_
 #define BYTEPS_TESTS_NET_MEMBERSHIP_MEMBERSHIP_TEST_H_
 
@@ -369,7 +369,7 @@ class NeighborsTest : public SchedulerMembershipTest {
   }
   void Come() { Register(Node::SERVER, -1, -1, servers_); }
   static int Id(int rank) { return Postoffice::ServerRankToID(rank); }
-  // Returns the ranks of the servers that this server was told of when it joined.
+  // Returns the ranks of the servers that the server of `rank` was told of when it joined.
   std::vector<int> Told(int rank) {
     std::vector<int> ranks;
     const Message told = links_.SentTo(Id(rank), Control::ADD_NODE).back();

@@ -120,7 +120,7 @@ TEST_F(NodeMembershipTest, AFailureWhileOthersAreMissingIsTheJobs) {
     Say(Control::JOB_FAILED, "worker 1 was lost");
   };
   EXPECT_EQ(JoinThrows<JobFailed>(), "worker 1 was lost");
-  // A failure may arrive before the welcome: only members are told of it.
+  // Only members are told of failures, so a failure may arrive before the welcome.
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { Say(Control::JOB_FAILED, "worker 1 was lost"); };
   EXPECT_EQ(JoinThrows<JobFailed>(), "worker 1 was lost");
@@ -146,7 +146,7 @@ TEST_F(NodeMembershipTest, AWorkerLeavesWhenTheSchedulerHasHeard) {
     membership_->Leave(farewell);
     EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body,
               membership::Pack(membership::Leave(farewell)));
-    // This node ignores what the scheduler does afterwards.
+    // After its LEAVE, this node ignores the scheduler.
     membership_->OnDisconnect(kScheduler);
     Say(Control::JOB_FAILED, "worker 1 was lost");
     EXPECT_FALSE(Heard(MembershipEvent::kFailed));
@@ -175,14 +175,14 @@ TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
   JoinAs(Node::SERVER);
   Say(Control::NODE_LEFT, "", {OtherWorker()});
   membership_->OnLinkLost(OtherWorker().id, "its connection closed", false);
-  // The scheduler's closing, which comes later, must not be taken for the cause.
+  // The scheduler closes the connection later. That must not be taken for the cause.
   membership_->OnDisconnect(kScheduler);
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason,
             "scheduler (10.0.0.1:9000) was lost: its connection closed");
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
 }
 
-// Otherwise the server would fail itself once the replica is back and no node has left.
+// If the broken link were remembered, the server would fail when the replica is back.
 TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   JoinAs(Node::SERVER);
   membership_->OnLinkLost(OtherWorker().id, "its connection was reset", false);

@@ -1,4 +1,4 @@
-// Fixture of a node without a network: the test plays the scheduler, and checks what it is sent.
+// Fixture of a node without a network: the test plays the scheduler, and checks the messages.
 #ifndef BYTEPS_TESTS_NET_MEMBERSHIP_NODE_TEST_H_
 #define BYTEPS_TESTS_NET_MEMBERSHIP_NODE_TEST_H_
 

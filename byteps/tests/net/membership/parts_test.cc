@@ -37,7 +37,7 @@ Node NodeOf(Node::Role role, int rank) {
   return node;
 }
 
-// Returns the word after encoding and decoding.
+// Encodes the word, and returns the decoded result.
 template <typename T>
 std::optional<T> Sent(const T& word) {
   return membership::Parse<T>(membership::Pack(word));

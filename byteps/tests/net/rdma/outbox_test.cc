@@ -1,4 +1,4 @@
-// Tests of Outbox and Inbox: what is sent, what is sent again, and where values are received.
+// Tests of Outbox and Inbox: which messages are sent or sent again, and where values are received.
 #include "byteps/net/rdma/outbox.h"
 
 #include <gtest/gtest.h>
@@ -106,7 +106,7 @@ TEST_F(OutboxTest, WhatWasSentGoesBeforeWhatHadBegun) {
   EXPECT_EQ(outbox_.TakeBegunAgain(), 0u);
 }
 
-// The device returned a request whose message had arrived.
+// The device returned a request as failed, although its message had arrived.
 TEST_F(OutboxTest, WhatHadComeAfterAllIsNotSentAgain) {
   for (const uint64_t key : {1, 2, 3}) Push(key);
   for (int n = 0; n < 3; ++n) SendInFrame();
@@ -171,7 +171,7 @@ TEST_F(OutboxTest, WhatTheDeviceMayReadStaysLonger) {
 constexpr uint64_t kBytes = 1000;
 constexpr uint64_t kWindow = 2 * kBytes;
 
-// Stands for a registration.
+// Returns an object in place of a registration.
 std::shared_ptr<Region> AnyRegion() {
   static char any;
   return std::shared_ptr<Region>(std::shared_ptr<void>(), reinterpret_cast<Region*>(&any));
@@ -179,7 +179,7 @@ std::shared_ptr<Region> AnyRegion() {
 
 class InboxTest : public testing::Test {
  protected:
-  // Receives a request for a value with the destination `place`, or any memory.
+  // Receives a request to send a value, which is to be received at `place`; null: into any memory.
   void Come(uint32_t id, char* place = nullptr) {
     Incoming incoming;
     incoming.id = id;
@@ -321,7 +321,7 @@ TEST_F(InboxTest, WhatWasOfferedAndIsGivenUpIsDropped) {
   EXPECT_TRUE(incoming_.drop);
 }
 
-// It comes again over the next connection; the old memory no longer counts.
+// The message comes again over the next connection, and the old memory is no longer used.
 TEST_F(InboxTest, WhatHadBegunToComeIsForgotten) {
   inbox_.Came();
   for (const uint32_t id : {1, 2, 3}) Come(id);

@@ -76,7 +76,7 @@ TEST_F(PostedSendsTest, AFullQueueHasASignalledRequest) {
       signalled += one ? 1 : 0;
     }
     EXPECT_EQ(count, depth);
-    // So the queue has room again before it is empty.
+    // The queue gets room before it is empty, because several requests are signalled.
     EXPECT_GE(signalled, 3u) << depth;
     sends.Add({}, true);  // the request without effect fits too
     PostedSends::Retired retired;
@@ -131,7 +131,7 @@ TEST_F(PostedSendsTest, TheEndOfALargeValueIsSignalled) {
   EXPECT_TRUE(Post(Write(kPiece / 2, true, true)));
 }
 
-// Otherwise its arrival would be known only when something else is sent, if ever.
+// An unsignalled message's arrival would be known only after another message, or never.
 TEST_F(PostedSendsTest, TheOnlyMessageIsSignalled) {
   for (int n = 0; n < 40; ++n) {
     EXPECT_FALSE(Post(Frame(false)));
@@ -202,8 +202,8 @@ TEST_F(PostedSendsTest, WhatFailedIsNotWaitedFor) {
   EXPECT_TRUE(Post(Frame(true)));
 }
 
-// A simulated device: completes in order at any time, and reports only signalled requests. When it
-// is stopped it returns the rest.
+// A simulated device. It completes requests in order, at any time, and reports only signalled ones.
+// When it is stopped, it returns the remaining requests.
 class Device {
  public:
   explicit Device(PostedSends* sends) : sends_(sends) {}
@@ -248,7 +248,7 @@ TEST(PostedSends, HoweverADeviceWorks) {
     uint64_t sent = 0, heard = 0;
     bool watched = false;
     const auto complete = [&] {
-      // Does what the polling thread does when it wakes up.
+      // The same steps as the polling thread's when it wakes up.
       if (device.CompleteOne(&heard) && sends.Watch()) watched = true;
     };
     const auto ask = [&] {

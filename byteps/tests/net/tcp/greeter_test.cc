@@ -276,7 +276,7 @@ HostNic NicAt(const std::string& address, int numa) {
   return nic;
 }
 
-// Two NUMA nodes: this machine's first and last usable core.
+// Returns two NUMA nodes: one has the first usable core of this machine, the other the last.
 NumaNodes TwoNodes() {
   const std::set<int> allowed = AllowedCores();
   return {{0, {*allowed.begin()}}, {1, {*allowed.rbegin()}}};

@@ -57,7 +57,7 @@ class FrameReaderTest : public testing::Test, public FramePlaces {
     ASSERT_EQ(write(peer_.get(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   }
 
-  // Reads what is there; returns true if a message is complete.
+  // Reads the bytes that have arrived. Returns true if a message is complete.
   bool Read() {
     while (true) {
       for (Step step; (step = reader_.Next()) != Step::kMore;) {
@@ -165,7 +165,7 @@ TEST_F(FrameReaderTest, WhatIsAbandonedIsNotWrittenTo) {
   EXPECT_TRUE(whole);
 }
 
-// The message comes again from the beginning, over the next socket.
+// The message comes again from its beginning, over the next socket.
 TEST_F(FrameReaderTest, WhatCameByHalfIsForgotten) {
   std::string place(1000, '-');
   place_ = &place[0];

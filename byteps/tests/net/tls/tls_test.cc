@@ -57,7 +57,7 @@ std::string Pattern(size_t bytes) {
   return text;
 }
 
-// Two ends of a connection, with a relay in between.
+// Two ends of a connection, and a relay between them.
 class Wire {
  public:
   Wire(const std::string& secret, const std::string& other)
@@ -128,7 +128,7 @@ class Wire {
   std::unique_ptr<Session> connects, listens;
 
  private:
-  // Returns what was received; bytes that do not fit yet are sent by the next call.
+  // Moves bytes from one end to the other, and returns them. The next call sends what does not fit.
   static std::string Move(int from, int to, std::string* rest, size_t change) {
     std::string all;
     char some[65536];

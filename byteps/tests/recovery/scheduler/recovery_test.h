@@ -1,4 +1,4 @@
-// Fixtures: schedulers that go on after losses.
+// Fixtures: schedulers that continue a job after losses.
 #ifndef BYTEPS_TESTS_RECOVERY_SCHEDULER_RECOVERY_TEST_H_
 #define BYTEPS_TESTS_RECOVERY_SCHEDULER_RECOVERY_TEST_H_
 

@@ -209,7 +209,7 @@ TEST_F(SchedulerReturnTest, OneThatDoesNotKnowThatItWasRemovedIsTold) {
 }
 
 TEST_F(SchedulerReturnTest, AnAdmissionInFlightIsCompleted) {
-  // The server knows the admission; workers still see the replica wait.
+  // The server knows of the admission; workers still see the replica waiting.
   replicas_ = 2;
   StartAgain(4);
   const ReplicaView waits{4, 5, "10", "01", {0, 5}, {-1, -1}, ""};
@@ -234,7 +234,7 @@ TEST_F(SchedulerReturnTest, OneThatGathersGoesOnGathering) {
   Say(Id(2), Control::MEMBERS, Word(membership::Ready()));
   Say(Id(3), Control::MEMBERS, Word(membership::Ready()));
   EXPECT_EQ(LastTold(worker_).waiting, "01");
-  // Its connections with servers are of this life.
+  // The server keeps the replica's connections, because they belong to its present workers.
   EXPECT_TRUE(links_.SentTo(server_, Control::MEMBERS)[0].meta.control.node.empty());
 }
 
@@ -248,7 +248,7 @@ TEST_F(SchedulerReturnTest, ServersKnowFromTheBeginningThatThereAreReplicas) {
 }
 
 TEST_F(SchedulerReturnTest, OneThatNeverComesBackIsRemovedThoughAllOthersHaveLeft) {
-  // The worker left while there was no scheduler, and no other node knows that.
+  // The worker left while the job had no scheduler, and no other node knows that.
   MembershipSettings settings;
   settings.workers = 4;
   settings.servers = 1;

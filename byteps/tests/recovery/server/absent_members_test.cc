@@ -1,4 +1,4 @@
-// Rounds without some members, whose replicas are removed or late.
+// Tests of rounds without members whose replicas were removed, or are late.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -28,7 +28,7 @@ class HeardAnswers : public Answers {
   void SayLate(int rank, const std::string& why) override {
     Heard("late: worker " + std::to_string(rank) + ", as " + why);
   }
-  // Waits for `count` messages, and returns all.
+  // Waits for `count` messages, and returns all messages.
   std::vector<std::string> Told(size_t count) {
     ps::MutexLock lock(&mu_);
     cond_.WaitFor(&mu_, kPatience, [&]() PS_REQUIRES(mu_) { return told_.size() >= count; });
@@ -144,12 +144,12 @@ TEST_P(AbsentTest, OneThatIsLateAfterAQuorumIsToBeRemoved) {
   server_.SetAbsent({1});
   Expect(first, 5 * 3 / 2.0f, {1});
   Expect(second, 5 * 3 / 2.0f, {1});
-  // The other members go on as before.
+  // The other members continue as before.
   Push(0, 2, 2);
   Expect(Push(2, 2, 2), 5 * 3 / 2.0f, {1});
 }
 
-// The first step compiles and allocates, so the scheduler hears nothing before the sum's own limit.
+// In its first step a replica compiles and allocates, so only the sum's own limit counts.
 TEST_P(AbsentTest, TheFirstPushOfAReplicaMayBeLate) {
   declaration_.patience = {1, 2, 1};
   Push(0, 0);
@@ -193,7 +193,7 @@ TEST_P(AbsentTest, OneThatPushesInItsGraceIsNot) {
   Expect(first, 7, {});
 }
 
-// The same for gradients of an optimizer on the servers.
+// The same test with gradients of an optimizer on the servers.
 TEST_P(AbsentTest, OneThatIsLateWithGradientsIsToBeRemoved) {
   auto rule = std::make_shared<UpdateRule>();
   rule->groups = {{0.9, 0.95, 1e-8, false}};

@@ -1,4 +1,4 @@
-// BackupLink: late or malformed messages of neighbors.
+// Tests of BackupLink: late or malformed messages of neighbors.
 #include "byteps/recovery/server/backup_link.h"
 
 #include <gtest/gtest.h>
@@ -81,8 +81,8 @@ class BackupLinkTest : public testing::Test {
     answer.between_servers = true;
     link_.OnMessage(&answer);
   }
-  // Meets a neighbor with this instance, which gives `token` as backup. Returns the token given to
-  // it.
+  // Meets a neighbor, as its instance `instance` that is a backup and gives `token`. Returns the
+  // token that the neighbor was given.
   uint64_t Meet(uint64_t instance, uint64_t token = 0, uint8_t flags = kAnswer) {
     WireWriter out;
     out.Put(instance);
@@ -140,7 +140,7 @@ TEST_F(BackupLinkTest, ARecordOfAServerThatWasLostIsNotTaken) {
   EXPECT_EQ(Fetched(second), 2);
 }
 
-// Otherwise the server would send to a lost backup, and wait for its answers for ever.
+// In the other order, the server would send to a lost backup, and wait for answers for ever.
 TEST_F(BackupLinkTest, ALossIsToldAfterTheBackupThatWasLost) {
   std::thread loss;
   std::atomic<bool> is_told{false};

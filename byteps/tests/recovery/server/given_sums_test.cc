@@ -27,7 +27,7 @@ class GivenTest : public testing::Test {
     declaration_.group = {0, 1, 2};
   }
 
-  // Every rank declares the tensor, and says in which round it goes on.
+  // Makes every rank declare the tensor, and tell the round with which it continues.
   void Resume(const std::vector<uint32_t>& rounds) {
     for (int rank = 0; rank < 3; ++rank) {
       Tell(

@@ -1,4 +1,4 @@
-// KeptSums: how long a worker keeps sums for others, and how a successor gets them.
+// Tests of KeptSums: how long a worker keeps sums for other workers, and how a successor gets them.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -62,7 +62,7 @@ TEST(KeptSums, AllOfThemAreGivenAndHaveSerialsOfTheServerThatComes) {
   EXPECT_EQ(job.Metric("kept_bytes"), kPage);
 }
 
-// A sum of which the worker wanted only a part is no sum for others.
+// If a worker wanted only a part of a sum, it cannot give the sum to others, and keeps nothing.
 TEST(KeptSums, OnlyWholeSumsAreKept) {
   constexpr size_t kLength = 16 * kPage;
   Settings settings = kGoesOn;
@@ -73,7 +73,7 @@ TEST(KeptSums, OnlyWholeSumsAreKept) {
   request.pull_begin = kLength;
   request.pull_end = 2 * kLength + 4;
   job.Wait(job.worker.PushPull(request));
-  // A whole partition, four bytes of another, and nothing of the rest.
+  // The worker wanted a whole partition, four bytes of another one, and nothing of the others.
   EXPECT_EQ(job.Metric("kept_bytes"), kLength);
 }
 

@@ -98,8 +98,8 @@ class DifferencesTest : public testing::TestWithParam<DType> {
     return values;
   }
 
-  // Checks the distance between worker and server: at most half a step of the last block, and half
-  // a unit in the last place of the worker's type.
+  // Checks the distance between the worker's and the server's values: at most half a step of the
+  // last block, and half a unit in the last place of the worker's type.
   void DemandNear(float largest_difference) const {
     const Values master = Master(), held = HeldOnWorker();
     const float place = GetParam() == DType::kFloat32    ? 0x1p-23f

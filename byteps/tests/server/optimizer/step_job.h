@@ -187,8 +187,8 @@ class Job {
   Answers::Answer Await(uint64_t number) { return answers_.Await(number); }
   SumServer& server() { return server_; }
 
-  // Waits until the server holds the memory of at most this many values: an engine thread frees a
-  // request after it has answered.
+  // Waits until the server holds memory for at most this many values. (An engine thread frees a
+  // request's memory only after it has answered.)
   bool ComesToHold(int values) const {
     const auto deadline = std::chrono::steady_clock::now() + kPatience;
     while (*held_ != values) {

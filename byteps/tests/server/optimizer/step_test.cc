@@ -13,8 +13,8 @@ namespace core {
 namespace step_tests {
 namespace {
 
-// After speculative steps, whatever their outcome, parameters and moments have the same bits as
-// after steps made at once.
+// After speculative steps, whatever the verdicts, parameters and moments have the same bits as
+// after steps that were made at once.
 TEST(ServerSteps, TriedOnesGiveTheSameBits) {
   for (const uint32_t workers : {1u, 2u, 3u}) {
     const std::vector<double> scales = {1, 0.25, 1, 1, 0, 0.5, 0.5, 0, 0, 1};
@@ -47,7 +47,7 @@ TEST(ServerSteps, TriedOnesGiveTheSameBits) {
           EXPECT_TRUE(Holds(after, redone.values)) << round;
         }
       }
-      // Read a checkpoint after some steps.
+      // A checkpoint is read after some of the steps.
       if (round % 3 == 0) {
         EXPECT_EQ(job.State(round, verdict), after) << round;
       }
@@ -58,7 +58,7 @@ TEST(ServerSteps, TriedOnesGiveTheSameBits) {
   }
 }
 
-// A step without a verdict has no effect. A member that goes on without a verdict gets an error.
+// A step without a verdict has no effect. A member that then makes the next step gets an error.
 TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
   Job job;
   ASSERT_EQ(job.Declare(), "");
@@ -69,12 +69,12 @@ TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
   EXPECT_NE(read.body.find("without committing or aborting"), std::string::npos) << read.body;
   const auto pushed = job.Await(job.Try(0, 1, Verdict::kNone, Job::StepOf(2)));
   EXPECT_NE(pushed.body.find("without committing or aborting"), std::string::npos);
-  // The round failed: the other member gets the error, too, and its verdict has had effect.
+  // The round has failed: the other member gets the error, too, although its verdict was applied.
   EXPECT_TRUE(job.Await(job.Try(1, 1, Verdict::kDrop, Job::StepOf(2))).failed);
   EXPECT_EQ(job.State(1), MadeAtOnce({0}, 2));
 }
 
-// Members give different verdicts on a step: the first counts, the other gets an error.
+// Members give different verdicts on a step. The first counts; the other member gets an error.
 TEST(ServerSteps, HaveOneVerdict) {
   for (const Verdict first : {Verdict::kKeep, Verdict::kDrop}) {
     Job job;
@@ -90,8 +90,8 @@ TEST(ServerSteps, HaveOneVerdict) {
   }
 }
 
-// A worker is lost before, between and after the verdicts of the two. The other worker's next step
-// fails, and the state reflects the verdicts.
+// One of two workers is lost before, between and after the two verdicts. The other worker's next
+// step fails, and the state reflects the verdicts that were given.
 TEST(ServerSteps, LoseAWorkerAtEachPhase) {
   const Values dropped = MadeAtOnce({0}, 2);
   const Values kept = MadeAtOnce({1}, 2);
@@ -161,8 +161,8 @@ TEST(ServerSteps, AreReadInParts) {
   }
 }
 
-// A member whose operation failed may have skipped a push or a STEP. It goes on with the next
-// round: others get an error, and the old round is dropped.
+// A member whose operation failed may have skipped a push or a STEP. It continues with the next
+// round: the other members get an error, and the server drops the old round.
 TEST(ServerSteps, AreGivenUpByTheNextPush) {
   constexpr uint32_t kRounds = 2000;  // more rounds than a member may be ahead
   Job job;
@@ -243,7 +243,7 @@ TEST(ServerSteps, AreTriedByAll) {
   EXPECT_EQ(job.Await(waits).body, refused.body);
 }
 
-// A speculative step keeps what was promised: one sum of gradients, until the members decide.
+// A speculative step needs no more memory than one sum of gradients, until members decide.
 TEST(ServerSteps, KeepOneGradient) {
   for (const uint32_t workers : {1u, 2u, 3u, 4u}) {
     Job job(workers);
@@ -273,7 +273,7 @@ TEST(ServerSteps, NeedMemoryForTheGradients) {
   EXPECT_NE(refusal.find("and its gradient until a step is kept"), std::string::npos) << refusal;
 }
 
-// A removed replica that comes back has the state of its last life, and must not load that.
+// A removed replica that comes back has an old state, and must not load it into the servers.
 TEST(ServerSteps, TakeNoStateFromARemovedReplica) {
   Job job(3);
   ASSERT_EQ(job.Declare(), "");

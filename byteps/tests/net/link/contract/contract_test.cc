@@ -58,8 +58,7 @@ std::vector<Transport> Transports() {
 
 namespace {
 
-// Sizes for each path: within a frame over RDMA and several per call over TCP; by rendezvous and
-// alone.
+// Sizes for each path: in a frame over RDMA, several per call over TCP; by rendezvous, and alone.
 const std::vector<size_t> kSizes = {1, 100, 5000, 70'000, 1'000'000};
 
 // Counts how often its bytes are still referenced.
@@ -174,7 +173,7 @@ TEST_P(Contract, HoweverOftenItBreaks) {
   std::thread other([&] { SendAll(pair_.get(), kListens, kCount, &sent[kListens]); });
   SendAll(pair_.get(), kConnects, kCount, &sent[kConnects]);
   other.join();
-  // Waits until a broken connection has lost something.
+  // Waits until a message was lost with a broken connection.
   EXPECT_TRUE(WaitUntil([&] { return IsResumed(); })) << pair_->Text();
   sending = false;
   breaks.join();
@@ -210,7 +209,7 @@ TEST_P(Contract, MemoryIsHeldUntilTheMessageHasArrivedAndNoLonger) {
   for (const auto& one : memory) EXPECT_TRUE(WaitUntil([&] { return !one->held(); }));
 }
 
-// It holds for any number of messages, whatever was sent just before.
+// This must hold for any number of messages, whatever messages were sent just before.
 TEST_P(Contract, MemoryIsNotHeldWhenNothingFollows) {
   std::vector<std::unique_ptr<Memory>> memory;
   for (int n = 0; n < 60; ++n) {
@@ -260,8 +259,8 @@ TEST_P(Contract, NothingIsWrittenWhereItWasAbandoned) {
     pair_->Abandon(kListens, place.data(), place.size());
     const std::string left = place;
     pair_->Send(kConnects, ValueOf("end"));
-    // An abandoned message does not arrive. When "end" has arrived, earlier messages are complete,
-    // also in `place`.
+    // An abandoned message does not arrive. When "end" has arrived, all earlier messages are
+    // complete, also the one in `place`.
     ASSERT_TRUE(WaitUntil([&] {
       const auto texts = At(kListens)->get().texts;
       return texts.size() > before && texts.back() == "end";
@@ -270,7 +269,7 @@ TEST_P(Contract, NothingIsWrittenWhereItWasAbandoned) {
   }
 }
 
-// A sender may stop after it was told where to write, and before it writes.
+// The sender stops after it was told where to write, and before it writes.
 TEST_P(Contract, NothingIsWrittenByAPeerThatStoppedOnceItsPlaceIsAbandoned) {
   At(kConnects)->Stop(true);
   pair_->Send(kListens, ValueOf("stops"));

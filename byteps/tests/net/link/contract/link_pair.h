@@ -87,7 +87,7 @@ class LinkPair {
 
   // Sends a message with this one value.
   virtual void Send(Side from, const ps::SArray<char>& value) = 0;
-  // Breaks the connection as a network fault does: neither end has caused it.
+  // Breaks the connection as a network fault does, without an action of either end.
   virtual void Break() = 0;
   // Says goodbye, and closes when everything sent before has arrived.
   virtual void CloseInOrder(Side side) = 0;
@@ -120,7 +120,7 @@ std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts, int nics);
 std::unique_ptr<LinkPair> MakeRdmaPair(const std::string& address);
 #endif
 
-// Waits until `done` returns true. Returns false after a time that only a hang takes.
+// Waits until `done` returns true. Returns false after a time that no test takes unless it hangs.
 template <typename Done>
 bool WaitUntil(const Done& done) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(100);

@@ -37,7 +37,7 @@ class TcpPair : public LinkPair {
   void Send(Side from, const ps::SArray<char>& value) override {
     link_.Send(from == kConnects, value);
   }
-  // Breaks the connection. With two NICs, the one in use fails, and the other works again.
+  // Breaks the connection. With two NICs, the NIC in use fails, and the other NIC works again.
   void Break() override {
     if (nics_ == 1) return hub_.relay.Reset(link_.route, {});
     hub_.relay.SetDown(first_is_down_ ? link_.route : link_.other_route, false);
@@ -136,7 +136,7 @@ TEST(ConnectionOverNics, CountsAtTheNicWhatItReadsAndWrites) {
     Hub hub(encrypts);
     Link link(&hub);
     ASSERT_TRUE(WaitUntil([&] { return link.connection()->open(); })) << link.Text();
-    // Both ends and the relay are on this host.
+    // Both ends and the relay are on this host, so they count for "lo".
     ps::NicCounters* const counters = ps::CountersOfNic("127.0.0.1", "127.0.0.1");
     const uint64_t sent = counters->bytes_sent, received = counters->bytes_received;
     const std::string text(10'000, 'x');
@@ -227,7 +227,7 @@ struct GreetingBytes {
   size_t back = 0;
 };
 
-// Returns how many bytes the greetings take that resume a connection without queued messages.
+// Returns the number of bytes in the greetings that resume a connection without queued messages.
 GreetingBytes Measure(Hub* hub) {
   Link link(hub);
   EXPECT_TRUE(WaitUntil([&] { return hub->relay.CarriedBy(link.route, false) > 0; }));
@@ -284,7 +284,7 @@ class Greeting : public testing::TestWithParam<bool> {
  protected:
   Greeting() : hub_(GetParam()) {}
 
-  // Tests what `make` returns at each position in both directions.
+  // Runs the test with the damages that `make` returns, at each position, in both directions.
   template <typename Make>
   void Everywhere(const Make& make, size_t step = 1) {
     const GreetingBytes bytes = Measure(&hub_);
@@ -325,7 +325,7 @@ TEST_P(Greeting, AFlippedBitIsOneMoreAttempt) {
       [](size_t place) {
         std::vector<Damage> damages;
         for (size_t bit = 0; bit < 8; ++bit) {
-          // One bit per byte, unless Thorough.
+          // One bit of each byte is flipped; with Thorough, each bit.
           if (Thorough() || bit == place % 8) damages.push_back(Of(Kind::kFlip, 1 << bit));
         }
         return damages;
@@ -346,7 +346,7 @@ TEST_P(Greeting, ADelayCostsTime) {
              29);
 }
 
-// Links whose listener refuses while the connection is broken.
+// Tests of links whose listener refuses to resume them.
 class Refusal : public testing::TestWithParam<bool> {
  protected:
   Refusal() : hub_(GetParam()) {}

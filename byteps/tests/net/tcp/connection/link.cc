@@ -250,7 +250,7 @@ void Relay::Loop() {
       for (const Pair& pair : pairs_) {
         for (const Flow& flow : pair.flows) {
           items.push_back({flow.from, static_cast<int16_t>(flow.ended ? 0 : POLLIN), 0});
-          // Until connected, writable, or the delay is over.
+          // The relay waits until a socket is connected or writable, or the delay is over.
           if (!flow.pending.empty() || !flow.held.empty()) wait = kLookMs;
         }
       }

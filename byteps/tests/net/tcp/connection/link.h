@@ -106,7 +106,7 @@ struct Hub {
   ~Hub();
 
   ps::tcp::ConnectionSettings settings;
-  // Declared before the poller, whose thread uses it, so that it outlives that thread.
+  // This member precedes the poller, so that it outlives the poller's thread, which uses it.
   std::unique_ptr<ps::tcp::PendingPeers> pending;
   std::shared_ptr<ps::tcp::MemoryPool> pool;
   std::shared_ptr<ps::tcp::Poller> connects;
@@ -114,7 +114,7 @@ struct Hub {
   Relay relay;
 };
 
-// Owner of a connection's end; records what happens to it.
+// Owner of one end of a connection. It records all events of that end.
 class End : public ps::tcp::ConnectionOwner {
  public:
   // `seen` records everything and must outlive it; null: a recorder of its own.
@@ -160,19 +160,19 @@ class Link {
   int route = 0;        // over the first NIC
   int other_route = 0;  // over the second
 
-  // Sends from the connecting end, or from the other, which must be connected.
+  // Sends from the connecting end to the listener, or back. The sending end must be connected.
   void Send(bool to_listener, const std::string& text);
   void Send(bool to_listener, const ps::SArray<char>& value);
   // Returns whether the ends have received exactly these texts.
   bool Has(const std::vector<std::string>& at_listener, const std::vector<std::string>& back);
-  // Returns the connecting end, or the other one; null until it is connected.
+  // Returns the end that sends to the listener, or the listener's end; null until it is connected.
   ps::tcp::ConnectionPtr EndOf(bool to_listener);
   ps::tcp::ConnectionPtr connection() { return EndOf(true); }
   // The listening end's port.
   int port() const { return port_; }
   // Describes the state of both ends.
   std::string Text();
-  // Makes the listener say from now on that it has given the connection up.
+  // Makes the listener refuse to resume from now on, as after its own deadline.
   void GiveUp();
   // Makes the listener belong to this job from now on.
   void BelongTo(uint64_t job);
