@@ -89,9 +89,9 @@ def over(runs: Runs, name: str, of: Callable[[Run], float]) -> list[float]:
 
 
 def common_loss(run: Run, first: Run) -> float | None:
-    """Compare the loss in steps right after an exchange, when all replicas have the same model, in
-    the second half: return the mean difference to the first run in the same steps, which have the
-    same data. None without such steps."""
+    """Return the mean difference between a run's losses and those of the first run, in the same
+    steps, which have the same data. Only steps right after an exchange count, when all replicas
+    have the same model, and only in the second half. None if there is no such step."""
     every, after = run["every"], run["after"]
     if not every or every == 1:
         return None

@@ -89,7 +89,8 @@ class Nursed:
         return self.status
 
     def send(self, number: signal.Signals) -> None:
-        # Safe: the nursery reaps it, so its pid is not reused before its end is reported here.
+        # The pid cannot belong to another process: the nursery reaps it only after it has reported
+        # the end.
         if self.running:
             os.kill(self.pid, number)
 

@@ -46,7 +46,7 @@ def make(folder: Path, version: str, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A user's own trainer."""
+    """Make a user's own copy of the trainer, and return its folder."""
     return make(tmp_path / "mine", "3.1.4", OLD)
 
 

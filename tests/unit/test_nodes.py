@@ -49,7 +49,7 @@ def test_the_name_of_a_host_can_be_given(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _reduced(piece: Piece, local: int) -> list[int]:
-    """List the elements that a local index pushes of a piece."""
+    """List the indices of the elements of a piece that the rank with this local index pushes."""
     return [e for ranges in piece.scatters for e in range(*ranges[local])]
 
 

@@ -322,7 +322,8 @@ ps::Message ToPs(const Message& message) {
   msg.meta.customer_id = 0;
   msg.meta.timestamp = 0;
   msg.meta.head = message.op;
-  // All other messages carry values: a transport with two planes sends them on the data plane.
+  // Messages other than these three carry values: a transport with two planes sends them on the
+  // data plane.
   msg.meta.simple_app = message.op == kDeclare || message.op == kRelease || message.op == kConfirm;
   msg.meta.request = msg.meta.push = message.is_request;
   const bool to_server = message.is_request || message.between_servers;

@@ -40,7 +40,7 @@ struct CodedRange {
   uint64_t count;
 };
 
-// Values in a part of the blocks. The tensor's last block may be partly filled.
+// Returns the range of values that a part of the blocks holds. The last block may be partly filled.
 CodedRange RangeOf(const Operation::Part& part, DType blocks, uint64_t values) {
   const uint64_t begin = part.offset / SizeOf(blocks) * kBlockValues;
   const uint64_t end = begin + part.bytes / SizeOf(blocks) * kBlockValues;

@@ -53,7 +53,7 @@ def host_name() -> str:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
-    # platform.node() would be the name of the process that this one was forked from.
+    # This is not platform.node(), whose cached value a forked process would have from its parent.
     return f"{os.uname().nodename} {boot}".strip()
 
 

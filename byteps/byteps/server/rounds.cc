@@ -422,7 +422,7 @@ void Rounds::FailPartition(Partition* partition, const Message& message, const s
   BPS_LOG(ERROR) << "serving partition " << partition->index << " of '" << declaration.name
                  << "' failed: " << error;
   for (Round& round : partition->rounds) FailUnanswered(partition, &round, error);
-  // Usually that has answered the caller, unless its request did not get that far.
+  // The lines above have answered the caller, unless its push is in no round yet.
   Round* const round = partition->Find(HeaderOf(message).round);
   const int member = declaration.MemberIndex(message.peer);
   if (round == nullptr) {

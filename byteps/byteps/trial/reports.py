@@ -52,7 +52,7 @@ class Settings:
 
 
 class Desk:
-    """Listens for messages. A context manager. A new thread answers each message."""
+    """Listens for messages, and answers each in a new thread. Use it as a context manager."""
 
     def __init__(self, answer: Callable[[Message], Message], steps: int, skipped: int) -> None:
         """

@@ -268,8 +268,8 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
   static char* const host = static_cast<char*>(PinMemory(4096));  // never unpinned
   static char data[4096];
   CopyQueue queue(1, CopyLane::kToDevice);
-  // Number of calls that fail: every call, so the device is not ready; no call; the entry's; the
-  // entry's and the next; every call again.
+  // Number of allocations that succeed: all, which makes the device ready; none; the entry's; also
+  // the next; all again.
   for (const int times : {-1, 0, 1, 2, -1}) {
     int begun = 0;
     bool lacked = false;

@@ -171,7 +171,7 @@ TEST_F(StreamedSums, ThatFailBeforeTheirValuesAreThereGiveNoNumbersToo) {
   for (const float value : values) ASSERT_TRUE(std::isnan(value));
 }
 
-// The transport still holds the values. The wait for it happens once, not once per sum.
+// The transport still holds the values of all sums. All of them share one wait for it.
 TEST_F(StreamedSums, ThatFailTogetherLetTheirStreamsGoOnTogether) {
   constexpr int kSums = 30;  // half a minute if waited for one by one
   Job job(1, {}, kRoom);

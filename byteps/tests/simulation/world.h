@@ -331,7 +331,7 @@ class Network {
 // Each has a real Membership and a real Engine or SumServer, as in a Session; van and connections
 // are simulated by the same rules.
 
-// The address of a node, and back.
+// Convert a node's number to its address, and back.
 std::string AddressOf(int number);
 int NumberOf(const std::string& address);
 

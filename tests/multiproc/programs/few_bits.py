@@ -241,7 +241,8 @@ class Reference:
 
 
 class Run:
-    """A ServerOptimizer and its references: for parameters in few bits, and for others."""
+    """A ServerOptimizer, with two references to compare it with: for parameters in few bits, and
+    for the others."""
 
     def __init__(
         self, job: Job, form: WireType, dtype: torch.dtype, name: str, **options: Any

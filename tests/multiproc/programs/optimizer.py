@@ -225,7 +225,8 @@ LENGTHS = (7, 3000, 1, 450)
 
 
 class Replica:
-    """Parameters, and an inner SGD whose gradients depend only on the replica's number."""
+    """A simulated replica: parameters, and an inner SGD whose gradients depend only on its
+    number."""
 
     def __init__(self, number: int) -> None:
         start = torch.Generator().manual_seed(5)

@@ -288,7 +288,8 @@ def once(job: Job) -> None:
             resized.untyped_storage().resize_(4 * count)
         del resized
     with job.check("other memory at the same place"):
-        # Large enough for a mapping of its own; a later tensor often gets the same address.
+        # A tensor of this size has a memory mapping of its own, and a later tensor often gets the
+        # same address.
         places: list[int] = []
         for round_ in range(6, 46):
             fresh = torch.empty(count + 4_000_000)

@@ -1,4 +1,5 @@
-"""Guests: started, awaited with a time limit, and ended; bytecode of Python for them."""
+"""Virtual machines for tests: starts them, waits for them with a time limit, and ends them. Also
+compiles the Python bytecode that they use."""
 
 from __future__ import annotations
 

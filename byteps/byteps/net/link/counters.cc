@@ -51,8 +51,7 @@ std::vector<EndpointReading> ReadEndpointCounters() {
 namespace {
 
 constexpr char kLoopback[] = "lo";
-// Name for traffic from an address that no interface has any more, or that the kernel accepts
-// without an interface.
+// Name for traffic from an address that no interface has (any more).
 constexpr char kUnknown[] = "unknown";
 
 Mutex nics_mu;

@@ -281,8 +281,8 @@ void NodeMembership::OnReplaced(const membership::ServerReplaced& word, const No
   event.kind = MembershipEvent::kServerReplaced;
   event.rank = word.rank;
   event.node = InfoOf(successor);
-  // Only for backups do servers have links to servers. But all servers are told, because workers
-  // wait for all.
+  // Servers have links to other servers only for backups. The event is announced on all nodes,
+  // because workers wait for it.
   const Node self = links_->self();
   const bool worker = self.role == Node::WORKER;
   if (worker || settings_.backups) {

@@ -113,7 +113,8 @@ std::string AddressOfDevice(const Settings& settings, const std::string& fallbac
       first = address;
     }
   }
-  // InfiniBand GIDs are not addresses; binding will show whether this one fits.
+  // A GID of InfiniBand is not an IP address, so the fallback is tried: binding to it fails if it
+  // is wrong.
   return first.empty() ? fallback : first;
 }
 

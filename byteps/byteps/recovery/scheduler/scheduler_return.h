@@ -49,7 +49,7 @@ class SchedulerReturn {
 
   // ----- called without a lock
 
-  // Takes in a node that returns.
+  // Admits a node that returns, with the account that it gives.
   void OnReturn(const Node& node, const membership::Claim& claim,
                 const membership::Account& account);
   // Continues without nodes that have not returned in time.

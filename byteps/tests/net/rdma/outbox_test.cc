@@ -202,7 +202,7 @@ class InboxTest : public testing::Test {
     }
     inbox_.EndClearing(std::move(memory));
   }
-  // Tells the sender of the next message; returns the cookie.
+  // Tells the sender of the next message where to write; returns the message's cookie.
   uint32_t Tell(uint32_t id) {
     uint32_t told = 0;
     const Target target = inbox_.Tell(&told);

@@ -164,7 +164,7 @@ TEST_P(Contract, HoweverOftenItBreaks) {
   std::vector<std::string> sent[2];
   std::atomic<bool> sending{true};
   std::thread breaks([&] {
-    // Longer pauses each time: a slow machine must make progress in between.
+    // The pauses become longer, because a slow machine must make progress between two breaks.
     for (int n = 1; sending; ++n) {
       pair_->Break();
       std::this_thread::sleep_for(std::chrono::milliseconds(10 * n));
