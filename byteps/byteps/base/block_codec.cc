@@ -103,7 +103,7 @@ BYTEPS_INLINE inline uint32_t KeyOf(const Chance& chance, uint64_t block) {
 
 // Rounds up or down at random, with mean `x`. Whole numbers are unchanged.
 BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_t place) {
-  // Between 0 and 1, with so few bits that the sum stays below the next whole number.
+  // A number from 0 to below 1, with so few bits that the sum stays below the next whole number.
   const uint32_t bits = Mix(key + place * kStride) >> 16;
   const float up = (static_cast<float>(static_cast<int32_t>(bits)) + 0.5f) * 0x1p-16f;
   const float sum = std::min(std::max(x, -most), most) + up;

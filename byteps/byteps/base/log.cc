@@ -168,7 +168,7 @@ size_t CharacterAt(const std::string& text, size_t at) {
   for (size_t i = 1; i < size; ++i) {
     if ((byte(at + i) & 0xc0) != 0x80) return 0;
   }
-  // Overlong forms, surrogates, and code points above the last.
+  // These are overlong forms, surrogates, and code points above the last one.
   const unsigned char second = byte(at + 1);
   const bool wrong = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
                      (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
@@ -429,7 +429,7 @@ std::string UtcText(time_t seconds) {
 std::string CutText(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
   size_t end = most;
-  // Goes back to the first byte of a character, which has at most four.
+  // The cut goes back to the first byte of a character, which has at most four bytes.
   while (end > 0 && most - end < 4 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
   return text.substr(0, end);
 }

@@ -326,7 +326,7 @@ class GroupList {
   const std::vector<RankGroup>& groups() const { return groups_; }
 
  private:
-  // by the address of the shared ranks
+  // Index of each group in the list, by the address of its shared ranks.
   std::unordered_map<const RankGroup::Ranks*, uint32_t> by_ranks_;
   std::vector<RankGroup> groups_;
 };
@@ -334,7 +334,7 @@ class GroupList {
 bool IsWhole(const Declaration& d) {
   return d.bytes > 0 && d.partition_bytes > 0 && d.bytes % SizeOf(d.dtype) == 0 &&
          d.partition_bytes % SizeOf(d.dtype) == 0 &&
-         // Written so that no sum overflows.
+         // The expression is written so that no sum overflows.
          (d.bytes - 1) / d.partition_bytes < kMaxPartitions;
 }
 
@@ -461,7 +461,7 @@ uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double lin
   const double a_server = static_cast<double>(bytes) / num_servers;
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
   const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
-  // Less than a unit only if `largest` is.
+  // The result is shorter than a unit only if `largest` is.
   const uint64_t most =
       largest >= unit ? largest / unit * unit : largest / SizeOf(dtype) * SizeOf(dtype);
   uint64_t least = smallest;

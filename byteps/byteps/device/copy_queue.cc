@@ -56,7 +56,7 @@ bool CopyQueue::TakeBatch(Batch* batch) {
 }
 
 void CopyQueue::Give(Batch batch) noexcept {
-  // Made in advance.
+  // The text is made in advance, because there may be no memory for it later.
   static const std::string kNoMemory =
       "this process is out of memory: it cannot copy between a GPU and memory";
   std::shared_ptr<Batch> given;

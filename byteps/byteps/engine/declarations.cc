@@ -170,7 +170,7 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || exchange->unanswered == 0;
   })) {
-    // A successor of a lost server gets the declaration again: extend the deadline.
+    // A successor of a lost server gets the declaration again, so the deadline is extended.
     const auto later = vacancies_->Last(Clock::now()) + limit;
     if (later <= deadline) break;
     deadline = later;
@@ -237,7 +237,7 @@ void Declarations::TellAgain(int server, std::function<void(const std::string&)>
   std::vector<Message> messages;
   {
     ps::MutexLock lock(&mu_);
-    // Drop callbacks for an earlier replacement of this server.
+    // Callbacks for an earlier replacement of this server are dropped.
     std::erase_if(messages_, [=](const auto& entry) {
       return entry.second.second == server && entry.second.first->then != nullptr;
     });
@@ -265,7 +265,7 @@ std::map<uint64_t, uint32_t> Declarations::OldestRounds() {
   std::map<uint64_t, uint32_t> oldest;
   ps::MutexLock lock(&mu_);
   for (const auto& [key, told] : told_) {
-    // A released tensor's optimizer state may be gone, and is of no use.
+    // The released tensor's optimizer state may be gone, and no worker needs it.
     const bool is_over = !told.tensor->is_used() && told.tensor->declaration.rule;
     if (told.tensor->rounds > 0 && !is_over) oldest[key] = told.tensor->oldest;
   }
@@ -393,7 +393,7 @@ void Declarations::OnReleased(uint64_t number) {
   {
     ps::MutexLock lock(&mu_);
     const auto it = releasing_.find(number);
-    // The answer may belong to a request to a replaced server.
+    // If the request is not found, it was sent to a server that has been replaced.
     if (it == releasing_.end()) return PS_PROBE(kAnswerToNobody);
     std::tie(releasing, server) = it->second;
     releasing_.erase(it);

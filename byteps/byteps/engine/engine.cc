@@ -185,7 +185,7 @@ Landing Engine::Land(int64_t handle, DeviceStream stream) {
   Landing landing;
   if (!has_failed()) landing = operation->staged->CopyToDevice(operation, stream);
   context_.operations.Forget(handle);
-  // The watcher may have looked before this sum was awaited.
+  // The watcher may have checked the sums before this sum was awaited, so this thread checks, too.
   if (has_failed()) throw Error(operation->error());
   return landing;
 }
@@ -225,7 +225,7 @@ void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
     DeviceCopies* const copies = DeviceCopies::Of(operation->request.tensor.device);
     copies->MakeWait(stream, copies->CopiedToDevice());
   } catch (const Error&) {
-    // The device failed and writes nowhere.
+    // The device has failed, and writes into no memory.
   }
   throw Error(error);
 }

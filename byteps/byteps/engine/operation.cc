@@ -202,7 +202,7 @@ void Operation::CountArrival() {
                 "'" + name() + "' had no partition to arrive");
   if (left != 1) return;
   {
-    // The lock makes sure that a waiter that has checked the count is asleep by now.
+    // A waiter that has checked the count is asleep once this thread has had the lock.
     ps::MutexLock lock(&mu_);
   }
   cond_.NotifyAll();

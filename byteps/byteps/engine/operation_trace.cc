@@ -70,7 +70,7 @@ void OperationTrace::CopySlice(const Operation& operation, uint64_t index, bool 
   if (operation.times.empty()) return;
   Copies& copies = to_host ? to_host_ : to_device_;
   const int64_t before = copies.last_done.exchange(SteadyNs());
-  // Made on first use: a worker of CPU tensors needs no such track.
+  // The track is made on first use, because a worker of CPU tensors needs none.
   std::call_once(copies.made, [&] { copies.track = AddTrack(copies.name); });
   tracer_->AddSlice(Traced(operation, index), copies.track, "copy", std::max(enqueued, before),
                     TraceArrow::kNone);

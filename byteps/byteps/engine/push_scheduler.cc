@@ -74,7 +74,7 @@ void PushScheduler::Update(int number) {
 
 void PushScheduler::Count(const Task& task) {
   Server& server = servers_[task.server];
-  // The rate may have changed since the task was chosen; the upper limit has not.
+  // The rate may have changed since the task was chosen, so the check uses the upper limit.
   const uint64_t most = WindowFor(task.bytes, kMost);
   BPS_INVARIANT_NOTED("a window is within its limit",
                       server.under_way == 0 || server.under_way + task.bytes <= most,
@@ -151,7 +151,7 @@ bool PushScheduler::Take(Task* task) {
   cond_.Wait(&mu_,
              [this]() PS_REQUIRES(mu_) { return closed_ || !going_.empty() || !resumed_.empty(); });
   if (closed_) return false;
-  // New tasks first: starting a copy takes no time, and the copy overlaps with a send.
+  // New tasks come first: to start a copy takes no time, and the copy overlaps with a send.
   if (!going_.empty()) {
     *task = TakeFirst();
   } else {

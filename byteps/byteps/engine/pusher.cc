@@ -39,7 +39,7 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
 // Keeps Operation::AwaitWriters from returning, as long as this object lives.
 class Writing {
  public:
-  // `operation` null: does nothing.
+  // Does nothing if `operation` is null.
   explicit Writing(Operation* operation)
       : operation_(operation != nullptr && operation->BeginWriting() ? operation : nullptr) {}
   ~Writing() {
@@ -228,7 +228,7 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
       return "";
     }
   }
-  // Encode once only: it adds the rounding errors of the last round.
+  // The values are encoded only once, because encoding adds the rounding errors of the last round.
   if (operation.is_coded() && task.bytes > 0 && !task.again) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();

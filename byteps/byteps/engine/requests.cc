@@ -22,7 +22,7 @@ bool Requests::Take(uint64_t number, Request* request) {
   const auto it = by_number_.find(number);
   if (it == by_number_.end()) {
     if (taken_back_.erase(number) > 0) return false;
-    // Clear, when the job ends, is the only thing that drops requests without an answer.
+    // Only Clear, when the job ends, drops requests without an answer.
     BPS_INVARIANT("a request is answered once", cleared_,
                   "request " + std::to_string(number) + " of " + std::to_string(last_) +
                       " was answered without being open");

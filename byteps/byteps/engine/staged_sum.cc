@@ -130,7 +130,7 @@ bool StagedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool)
     auto end = begin;
     uint64_t length = 0;
     uint64_t joined = 0;
-    // Join neighbours while at most a quarter of their block, a power of two, stays unused.
+    // Neighbours are joined as long as at most a quarter of their block, a power of two, is unused.
     for (auto at = begin; at != indices.end() && *at == *begin + (at - begin); ++at) {
       joined += partitions_[*at].whole.bytes;
       if (joined > pool->largest() && at != begin) break;
@@ -236,11 +236,11 @@ char* StagedSum::Wanted(const Partition& partition) const {
 Landing StagedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
   if (is_awaited_.exchange(true)) return {device_, nullptr};
   DeviceCopies* const device = DeviceCopies::Of(device_);
-  // Await unwanted parts, too: afterwards the caller may change the input.
+  // Unwanted parts are awaited, too, because the caller may change the input afterwards.
   for (const Chunk& chunk : chunks_) {
     device->CopyOnceSet(stream, chunk.summed, CopiesToDevice(chunk));
   }
-  // The callback keeps the memory until the copies are done; for ever, if the device fails.
+  // The callback keeps the memory until the copies are done. If the device fails, that is for ever.
   const DeviceMoment made = device->Now(stream);
   device->CallAfter(made, stream, [operation] {});
   return {device_, made};
@@ -329,7 +329,7 @@ void Engine::Watch() {
     EndFailedStreams();
     context_.losses->OnTick();
   }
-  // Write the timeline at once after a failure, since the process may be killed soon. The lock
+  // After a failure the timeline is written at once, since the process may be killed soon. The lock
   // makes sure that all failed operations are in it.
   {
     ps::MutexLock lock(&failing_mu_);
@@ -389,7 +389,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
   if (!was_asked) silent = context_.scheduler->ServersOf(operation.get());
   const std::string names = NamesOf(silent, context_.channel.get());
   if (was_asked) return names;
-  // The window is full of earlier partitions.
+  // The windows of these servers are full of earlier partitions.
   if (!names.empty()) return names + ", which does not take what was sent to it before,";
   try {
     const bool is_ready = operation->staged ? operation->staged->has_copied()
@@ -399,7 +399,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
     }
   } catch (const Error&) {
   }
-  // All requests are answered, and the answers are being processed.
+  // All requests are answered, so the answers are still being processed.
   for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
     if (!operation->IsThrough(i)) silent.insert(operation->tensor->layout.servers[i]);
   }

@@ -132,7 +132,7 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   const MembershipSettings& membership = settings().membership;
   membership_ = Membership::Make(links_.get(), membership, post->handlers().on_event);
   if (post->handlers().on_van) post->handlers().on_van(post->shared_van());
-  // A name may resolve only later, or still to an old address.
+  // A name may not resolve yet, or may still resolve to an old address.
   const int port = AwaitHost(membership.start_timeout_s, [&] { return Bind(self, 0); });
   self = node();  // a transport may have a more precise address
   self.port = port;
@@ -167,7 +167,7 @@ void Van::Stop() {
     receiver_thread_->join();
     receiver_thread_.reset();
   }
-  // Membership and node remain for threads that ask for names.
+  // Membership and node stay, because threads may still ask for names.
 }
 
 int Van::Send(Message& msg) {

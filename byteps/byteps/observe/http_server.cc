@@ -104,7 +104,8 @@ class HttpConnection : public ps::tcp::PendingPeer,
     pending_->Remove(this);
   }
   void ResetOnEnd() override { ps::tcp::ResetOnClose(fd_.get()); }
-  // An answered connection must not be closed first: the client may not have read everything.
+  // Returns false: answered connections would be closed first, but this client may still be
+  // reading.
   bool answered() const override { return false; }
 
   bool OnReady(uint32_t events) override {

@@ -132,7 +132,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
     return;
   }
   const StatusRecord& before = entry.record;
-  // Another process may have taken the node's place.
+  // Another process may have taken the node's rank.
   const bool same = entry.records > 0 && before.pid == record.pid && before.host == record.host &&
                     record.clock_ns > before.clock_ns;
   const double seconds = same ? static_cast<double>(record.clock_ns - before.clock_ns) * 1e-9 : 1;
@@ -145,7 +145,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   entry.busy = rate(before.busy_ns, record.busy_ns) * 1e-9;
   entry.nics.clear();
   for (const ps::NicReading& now : record.nics) {
-    // Stays zero for a NIC without earlier traffic.
+    // The counters stay zero for a NIC without earlier traffic.
     ps::NicReading then;
     for (const ps::NicReading& one : before.nics) {
       if (one.nic == now.nic) then = one;

@@ -24,7 +24,7 @@ constexpr auto kQuiet = std::chrono::seconds(1);
 int64_t RealMinusSteady() {
   int64_t difference = 0;
   int64_t least = INT64_MAX;
-  // The fastest reading was not interrupted.
+  // The fastest reading counts, because it was not interrupted.
   for (int i = 0; i < 20; ++i) {
     const int64_t before = SteadyNs();
     const auto real = std::chrono::system_clock::now().time_since_epoch();
@@ -230,8 +230,8 @@ std::string Tracer::Json() const {
   for (const Slice& s : slices_) {
     events.Slice(s.name, s.thread, s.begin, s.end, Arguments(s.partition, false));
     if (s.arrow == TraceArrow::kNone) continue;
-    // At the slice's begin: for short slices, readers that round times (a double has a resolution
-    // of 0.25 us here) may find any later time outside of the slice.
+    // The arrow starts at the slice's begin. Readers round times (a double has a resolution of 0.25
+    // us here), and could find a later time outside of a short slice.
     events.Arrow(s.arrow, s.thread, s.begin, ArrowNumber(s.partition));
   }
   return "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_partitions\":" +

@@ -103,7 +103,7 @@ void HealthServer::Run() {
     if (fd < 0) continue;
     SetTimeout(fd, kAnswerTimeoutS);
     const std::string line = describe_() + "\n";
-    // The client may be gone: ignored, without SIGPIPE.
+    // If the client is gone, the failed send is ignored, without SIGPIPE.
     (void)!send(fd, line.data(), line.size(), MSG_NOSIGNAL);
     close(fd);
   }

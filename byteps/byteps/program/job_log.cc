@@ -97,7 +97,7 @@ void JobLog::OnEvent(const MembershipEvent& event) {
     default:
       return;
   }
-  // A new generation may come.
+  // The next generation begins with fresh counts.
   said_listens_ = false;
   joined_named_ = joined_counted_ = left_named_ = left_counted_ = 0;
   next_ = Clock::now() + kPause;
@@ -177,7 +177,7 @@ JobLog::Clock::time_point JobLog::Look(const ps::JobView& view, Clock::time_poin
                         : view.missing)
                 << "; " << OfAll(servers, view.servers, "server") << " and "
                 << OfAll(workers, view.workers, "worker") << " are here" << more;
-  // Once a worker has come, waiting has a limit (BYTEPS_START_TIMEOUT_S).
+  // Once the first worker has come, the others have BYTEPS_START_TIMEOUT_S to come.
   pause_ =
       workers > 0 ? Clock::duration(kPause) : std::min<Clock::duration>(pause_ * 2, kLongestPause);
   return next_ = now + pause_;

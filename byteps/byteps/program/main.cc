@@ -100,7 +100,7 @@ void CheckAddress(const Config& config, Role role) {
   for (const char* name :
        {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
     const bool workers = strcmp(name, "DMLC_NUM_WORKER") == 0;
-    // A kept cluster takes any number; a worker may get it from its launcher.
+    // A kept cluster accepts any number of workers. A worker may get the number from its launcher.
     if (workers && (config.Bool("BYTEPS_KEEP") || role == Role::kWorker)) continue;
     if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
   }
@@ -308,7 +308,7 @@ int Processes(const char* text) {
 
 // Returns the exit status after an error found at this place.
 int EndOf(const Parent& parent, const char* file, int line, const char* what) {
-  // The failure may be the parent's end, as other nodes have noticed it.
+  // If the parent has ended, other nodes may have noticed that first, and reported it as a failure.
   const bool perhaps = CaughtSignal() == 0 || CaughtSignal() == kParentEnded;
   if (perhaps && parent.HasEnded()) parent.RemoveLog();
   const bool told = CaughtSignal() != 0;

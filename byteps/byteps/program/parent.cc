@@ -32,7 +32,7 @@ bool IsEnding(pid_t pid) {
   if (name_end == std::string::npos) return false;
   std::istringstream text(stat.substr(name_end + 1));
   const std::vector<std::string> fields{std::istream_iterator<std::string>(text), {}};
-  // Numbered as in proc(5), from 1; the name is field 2.
+  // Fields are numbered from 1, as in proc(5); the name is field 2.
   const auto field = [&](size_t number) {
     return number - 3 < fields.size() ? strtoul(fields[number - 3].c_str(), nullptr, 10) : 0;
   };
@@ -47,7 +47,7 @@ bool Parent::Watch(const std::string& name, const std::string& log) {
   watched_ = true;
   log_ = log;
   prctl(PR_SET_PDEATHSIG, kParentEnded);
-  // The parent may have ended before the kernel was asked.
+  // The parent may have ended before the kernel was told to send the signal.
   return getppid() == pid_;
 }
 

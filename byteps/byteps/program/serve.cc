@@ -61,7 +61,7 @@ struct Outcome {
   bool ended PS_GUARDED_BY(mu) = false;
   bool suspended PS_GUARDED_BY(mu) = false;
   std::string failure PS_GUARDED_BY(mu);
-  // Source location that found the failure.
+  // Source location at which the failure was found.
   const char* file PS_GUARDED_BY(mu) = "";
   int line PS_GUARDED_BY(mu) = 0;
 };
@@ -85,7 +85,7 @@ void OnSignal(int number) {
   int64_t first = 0;
   const bool is_first = first_signal_ns.compare_exchange_strong(first, now);
   if (!is_first && now - first >= kOneOrderNs && !is_hurried.exchange(true)) {
-    // The kernel ends the process even if it hangs.
+    // After this time the kernel ends the process, even if it hangs.
     alarm(kSecondSignalSeconds);
   }
   Wake();
@@ -192,7 +192,7 @@ class HealthReport {
     if (role_ == Role::kServer) text += " " + std::to_string(rank_);
     text += " serves";
     if (server_ == nullptr) return text;
-    // Reading these takes the server's locks, so a hung server does not answer.
+    // Reading these metrics takes the server's locks, so a hung server does not answer.
     for (const Metric& metric : server_->Metrics()) {
       if (metric.kind == Metric::kHistogram || !metric.labels.empty()) continue;
       char value[32];

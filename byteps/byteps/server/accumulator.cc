@@ -126,7 +126,7 @@ void Accumulator::Close(const Declaration& declaration, const AdditionRule& rule
     return Scale(DType::kFloat32, sum_.data(), nullptr, times, by, n);
   }
   if (IsBlock(t)) {
-    // The blocks were added and freed already: make a block to write into.
+    // The blocks were added and freed already, so the sum needs a block to write into.
     if (blocks_.empty()) blocks_.push_back(Zeros(bytes_));
     return EndBlocks(t, static_cast<float>(by) / static_cast<float>(times), rule, scratch);
   }

@@ -66,7 +66,7 @@ BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
     return loop([d, inverse](A v) BYTEPS_INLINE {
       const A q = v * inverse;
       const A rest = std::fma(-q, d, v);
-      // Infinity has no remainder.
+      // The quotient of an infinity has no remainder, and needs no correction.
       const A corrected = rest == rest ? std::fma(rest, inverse, q) : q;
       return std::copysign(corrected, v);  // restores the sign of a zero
     });

@@ -78,8 +78,8 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   if (partition->state && header.round > 0) {
     error = SettleStep(this, partition, message, header.round - 1);
   }
-  // Twice: first for rounds that are open, so that none of them puts this push out of reach; later
-  // for earlier rounds that FindOrBegin has begun.
+  // This is called twice: now for open rounds, so that none of them puts this push out of reach,
+  // and later for earlier rounds that FindOrBegin has begun.
   GiveUpBefore(partition, rank, header.oldest);
   DropDone(partition);
   Round* round = FindOrBegin(partition, header);
@@ -115,7 +115,7 @@ void Rounds::List(Partition* partition) {
 }
 
 Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
-  // Unsigned: finished rounds are far ahead, too.
+  // The difference is unsigned, so that a finished round is far ahead, too.
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead >= MostRoundsKept(partition->declaration())) return nullptr;
   List(partition);
@@ -214,7 +214,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
     }
   });
   if (round->update) round->update->ForgetParameters();
-  // Keep the answer of an update: it may be asked for again, at another server.
+  // The answer of an update is kept, because a member may ask for it again at another server.
   if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);
 }
 
@@ -307,7 +307,8 @@ void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
 }
 
 std::vector<Partition*> Rounds::WithOpenRounds() const {
-  // Thousands of workers may leave at once, when few partitions have open rounds.
+  // Only these are returned, because thousands of workers may leave at once, when few partitions
+  // have open rounds.
   std::map<uint64_t, Partition*> waiting;
   for (const auto& [deadline, partition] : open_) waiting[partition->key] = partition;
   std::vector<Partition*> partitions;
@@ -453,7 +454,7 @@ void Rounds::FailRoundOf(Partition* partition, const Message& message, const std
 }
 
 void Rounds::DropDone(Partition* partition) {
-  // A round stays until every member has its sum. Of a failed round the error is enough.
+  // A round is kept until every member has its sum. Of a failed round only the error is kept.
   while (!partition->rounds.empty()) {
     Round& round = partition->rounds.front();
     if (!round.done || (round.failure.empty() && !round.all_told())) return;

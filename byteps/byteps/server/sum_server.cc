@@ -197,7 +197,7 @@ std::string SumServer::Declare(int rank, const Declaration& declaration) {
                       "), worker " + std::to_string(rank) + " declared '" + declaration.name +
                       "' (" + declaration.Describe() + "), both with key " + Hex(key);
     BPS_LOG(WARNING) << tensor->refusal;
-    // Members that pushed before wait for a sum that cannot complete.
+    // Members that have already pushed wait for a sum that cannot complete.
     for (auto& thread : threads_) thread->FailAll(tensor, tensor->refusal);
   }
   tensor->SetHold(rank, true);

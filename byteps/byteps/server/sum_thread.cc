@@ -128,7 +128,7 @@ void SumThread::Run() {
     }
     {
       ps::MutexLock lock(&mu_);
-      // A busy thread has no idle moment, so check with every task.
+      // A busy thread is never idle, so it checks for late rounds with every task.
       FailLate(Clock::time_point(std::chrono::nanoseconds(task.received)));
       Do(&task);
     }
@@ -226,7 +226,7 @@ void SumThread::OnFailure(Task* task, const std::exception& error) {
     return rounds_.FailPartition(task->partition.get(), task->message, error.what());
   }
   if (no_memory != nullptr && task->may_be_repeated) return task->work();
-  // Rounds of that task end at their deadline.
+  // The rounds of that task fail at their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "
                  << DescribeFreeMemory();
 }

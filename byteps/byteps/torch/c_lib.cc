@@ -70,7 +70,8 @@ struct Children {
   const Clock::duration grace;
   bool any_failed = false;
 
-  // Waits until all have ended, at most until `deadline` or `grace` after the first failure.
+  // Waits until all children have ended, at most until `deadline` or `grace` after the first
+  // failure.
   void Await(Clock::time_point deadline, bool expected) {
     while (true) {
       const bool failed_before = any_failed;
@@ -374,12 +375,11 @@ bool AwaitEnd(int64_t handle, double limit_s) {
 }  // namespace
 
 NB_MODULE(c_lib, m) {
-  // The process may end while Python still holds tensors.
+  // Leak warnings are off, because the process may end while Python still holds tensors.
   nb::set_leak_warnings(false);
   m.doc() = "The BytePS engine.  Use byteps.torch.";
-  // Defined in Python terms: a failure is also a RuntimeError, a bad call also a ValueError; both
-  // are BytePSErrors.
-  // The last one that is registered is asked first.
+  // Python sees a failure as a RuntimeError, too, and a bad call as a ValueError, too; both are
+  // BytePSErrors. nanobind asks the translator first that was registered last.
   const nb::exception<Error> error(m, "BytePSError", PyExc_RuntimeError);
   nb::exception<UsageError>(m, "BytePSUsageError",
                             nb::make_tuple(error, nb::handle(PyExc_ValueError)));
@@ -484,7 +484,8 @@ NB_MODULE(c_lib, m) {
   m.def(
       "remove_memory",
       [](uint64_t number) {
-        // Storages are freed in forked copies, too, where another thread may have held the lock.
+        // A forked copy frees storages, too. It must not take the lock, which another thread may
+        // have held at the fork.
         if (!ps::IsForkedCopy()) ps::RegistrationCache::Remove(number);
       },
       nb::arg("number"), Unlocked());
@@ -517,7 +518,7 @@ NB_MODULE(c_lib, m) {
         nb::arg("values"), nb::arg("count"), Unlocked());
   m.def("add_differences", &AddTo, nb::arg("blocks"), nb::arg("dtype"), nb::arg("held"),
         nb::arg("count"), nb::arg("out"), Unlocked());
-  // Joined to a placement, it gives all partitions to one server.
+  // A placement with this bit puts all partitions on one server.
   m.attr("ON_ONE_SERVER") = kOnOneServer;
   m.def("config", [] { return Settings().Print(); });
   m.def("setting", &TypedSetting, nb::arg("name"), nb::arg("given") = GivenSettings());

@@ -100,7 +100,7 @@ class UpdatedTensor {
     PushPullRequest request;
     request.pull_begin = begin * sizeof(float);
     request.pull_end = end * sizeof(float);
-    // Address at which the whole slot would begin.
+    // The address at which the whole slot would begin; only a part of it exists.
     const uintptr_t output = values - request.pull_begin;
     return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
@@ -164,7 +164,7 @@ void DefineUpdatedTensor(nb::module_* m) {
   m->def(
       "release",
       [](const std::vector<std::string>& names, uint32_t lowest_rank) {
-        // Objects may be finalized in a forked copy, too.
+        // A forked copy finalizes objects, too, and must not use the worker.
         if (!ps::IsForkedCopy()) GetWorker()->Release(names, lowest_rank);
       },
       nb::arg("names"), nb::arg("lowest_rank"), Unlocked());

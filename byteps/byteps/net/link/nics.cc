@@ -47,7 +47,7 @@ std::string PlaceOf(const std::string& path) {
   const std::string text = resolved;
   const size_t root = text.find("/pci");
   if (root == std::string::npos) return "";
-  // Stops at the PCIe device: a virtio NIC lies below it.
+  // The loop stops at the PCIe device: a virtio NIC lies below it.
   std::string place;
   std::istringstream parts(text.substr(root + 1));
   for (std::string part; std::getline(parts, part, '/');) {

@@ -82,7 +82,7 @@ void HeartbeatThread::Run() {
 std::string StoodStill(const std::string& self, double peer_timeout_s) {
   const auto limit = ToDuration(peer_timeout_s);
   const auto pause = StallWatch::Get()->StoodStill(limit, std::chrono::steady_clock::now());
-  // Peers do not call this process lost for a shorter pause.
+  // A shorter pause is no reason for peers to call this process lost.
   if (pause < limit / 3) return "";
   char text[64];
   snprintf(text, sizeof(text), " stood still for %.1f s; ",

@@ -261,7 +261,7 @@ void NodeMembership::OnWelcome(const Message& msg) {
 void NodeMembership::OnRefused(const std::string& body) {
   const bool again = body.starts_with(membership::kAgain);
   MutexLock lock(&mu_);
-  // A returned scheduler does not need this node; its work is done.
+  // This node's work is done, so a returned scheduler does not need it.
   if (!again && asked_.leaves && state_ == State::kActive) return Enter(State::kEnded);
   if (!again) {
     lock.Unlock();
@@ -288,7 +288,7 @@ void NodeMembership::OnAdmission(const Message& msg) {
   const auto beginning = membership::Parse<membership::Beginning>(msg.meta.body);
   if (!beginning) return;
   {
-    // Sets link_mbps_ before connecting: it decides how many connections a link uses.
+    // link_mbps_ is set before connecting, because it decides how many connections a link uses.
     MutexLock lock(&mu_);
     link_mbps_ = beginning->link_mbps;
     is_late_ = beginning->late;
@@ -296,7 +296,7 @@ void NodeMembership::OnAdmission(const Message& msg) {
   }
   for (const auto& node : msg.meta.control.node) {
     {
-      // A scheduler that has returned repeats nodes.
+      // A scheduler that has returned sends nodes again.
       MutexLock lock(&mu_);
       if (state_ == State::kActive && roster_.Find(node.id) != nullptr) continue;
     }
@@ -368,7 +368,7 @@ void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& 
     // This node never reached the scheduler, or was refused.
     const std::string reason =
         "the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome;
-    // This process may try again; nothing has failed yet.
+    // The job has not failed, and this process may try again.
     if (settings_.scheduler_return_s > 0) return EndJoin({Failure::kNoAnswer, reason});
     lock.Unlock();
     return Fail(reason);

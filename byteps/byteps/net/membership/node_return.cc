@@ -226,7 +226,7 @@ void NodeMembership::OnReplicas(const ReplicaView& view, const std::vector<Node>
     if (view.count() == 0 || state_ != State::kActive || view.epoch <= last) return;
     view_ = view;
     view_.news.clear();
-    // Broken links to removed nodes are expected, and no other process can take their ids before.
+    // Broken links to removed nodes are expected. No other process has taken their ids yet.
     for (const Node& node : removed) {
       Member* const member = roster_.Put(node);
       member->left = member->removed = true;

@@ -111,7 +111,7 @@ bool SchedulerMembership::FailIfUnreachable() {
     }
     if (server == nullptr) return false;
     for (const auto& [host, worker] : workers) {
-      // This worker shares the server's host, and can reach it.
+      // The worker shares the server's host, so it can reach this address.
       if (IsLoopback(host) || !IsNumeric(host) || !InterfaceOf(host).empty()) continue;
       reason = Describe(server->node) + " listens at a loopback address, which " +
                Describe(worker->node) +
@@ -186,7 +186,7 @@ void SchedulerMembership::TakeOver(uint64_t job) {
 
 void SchedulerMembership::Refuse(const Node& node, const Refusal& refusal) {
   const std::string reason = Describe(node) + " was refused by " + Name() + ": " + refusal.reason;
-  // A node that keeps coming must not fill the log.
+  // A node that is refused again and again must not fill the log.
   if (refusal.later) {
     PS_VLOG(1) << reason << "; it may come again";
   } else {

@@ -105,7 +105,7 @@ void SchedulerMembership::Handle(const Message& msg) {
                  << ", which is not of this generation of the job";
       return;
     }
-    // Members do not register, and a node that registers is no member yet. Its claimed role is
+    // A registering node is no member yet, and members do not register. The role that it claims is
     // checked later.
     const Node::Role role = member == nullptr ? Node::WORKER : member->node.role;
     if (member != nullptr && member->removed) return;
@@ -203,7 +203,7 @@ void SchedulerMembership::EndJob() {
   int generation = 0;
   {
     MutexLock lock(&job_.mu);
-    // Failed or stopped. Stop waits for the heartbeat thread, which sees the state.
+    // The job has failed or was stopped. Stop waits for the heartbeat thread, which sees the state.
     if (job_.state != State::kActive) return PS_PROBE(kEndedAlready);
     suspended = job_.roster.IsBeingSuspended();
     servers = job_.roster.Ids(Node::SERVER);

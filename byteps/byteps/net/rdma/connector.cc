@@ -173,7 +173,7 @@ void Connector::Loop() {
 void Connector::TakeEvents() {
   rdma_cm_event* event = nullptr;
   while (rdma_get_cm_event(channel_.get(), &event) == 0) {
-    // A copy: an id cannot be destroyed while its event is not acknowledged.
+    // The data are copied, because an id cannot be destroyed before its event is acknowledged.
     char data[256] = {0};
     rdma_cm_event copy = *event;
     size_t bytes = std::min<size_t>(event->param.conn.private_data_len, sizeof(data) - 1);
@@ -312,7 +312,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
       link->established = true;
       return;
     case RDMA_CM_EVENT_REJECTED:
-      // The peer broke it before it knew that it was established.
+      // The peer broke the connection before it knew that it was established.
       if (link->established) return OnDisconnected(link);
       return OnRejected(link, event);
     case RDMA_CM_EVENT_ADDR_ERROR:
@@ -320,7 +320,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_ROUTE_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_CONNECT_ERROR:
-      // The kernel also reports this if the peer's address now leads to another NIC.
+      // The kernel reports this event also if the peer's address now leads to another NIC.
       if (link->established) {
         return link->endpoint->Break("the network path to the peer changed" + status,
                                      LinkFault::kBroken);

@@ -83,7 +83,7 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
                          bool again_soon) {
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
-  // The peer may retry.
+  // The peer has made the connection, and may retry.
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   link->challenge.clear();
@@ -152,7 +152,7 @@ void Connector::GreetingFailed(Link* link, const std::string& error, bool proved
 }
 
 void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
-  // The challenge had expired when its proof arrived.
+  // The challenge had expired when the peer's proof arrived.
   if (!raw->challenge.empty()) return TryAgain(raw, "it asked for a proof once more");
   const bool proved = Proves(challenge.proof, kWhoChallenges, raw->said + challenge.Claims());
   if (raw->receiver != 0 && challenge.sender != raw->receiver) {
@@ -312,7 +312,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
 
 void Connector::MakeReady(Endpoint* endpoint, Refusal* refusal) {
   if (endpoint->MayConnect()) return;
-  // This side has not noticed the break, perhaps not even the connection.
+  // This side has not noticed that the old connection broke, or even that it was made.
   endpoint->Open();
   endpoint->Break("its connection broke", LinkFault::kBroken);
   refusal->reason = "the connection that broke is not closed yet";
@@ -347,7 +347,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
     for (auto it = used_proofs_.begin(); it != used_proofs_.end();) {
       it = it->second < now - 1 ? used_proofs_.erase(it) : std::next(it);
     }
-    // A proof that was used before was overheard: refuse it.
+    // A proof that was used before must have been overheard, so it is refused.
     if (!used_proofs_.emplace(request.proof, period).second) break;
     return true;
   }

@@ -33,7 +33,7 @@ Endpoint::Endpoint(EndpointOwner* owner, Plane plane, int index, bool active,
       outage_(settings.reconnect_s) {}
 
 Endpoint::~Endpoint() {
-  // First the device, so that nothing reads or writes the messages' memory.
+  // The connection goes first, so that the device no longer accesses the messages' memory.
   connection_.reset();
 }
 
@@ -41,7 +41,7 @@ void Endpoint::Open() {
   Deferred deferred;
   {
     MutexLock lock(&mu_);
-    // The peer's first message may arrive before the event that it is connected.
+    // The peer's first message may arrive before the event for the connection.
     if (state_ != State::kConnecting || !connection_) return;
     state_ = State::kOpen;
     was_open_ = true;

@@ -59,7 +59,7 @@ Endpoint::Connection::Connection(const Path& path, uint32_t depth, uint64_t wind
            Address::Of(rdma_get_peer_addr(path.id)).Host()),
       nics_key(std::hash<std::string>()(nics)),
       sends(depth, window) {
-  // Whole pages, so that no packet is cut short between two writes.
+  // A write has whole pages, so that no packet between two writes is short.
   const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), window / kPieces);
   max_write = static_cast<uint32_t>(most / 4096 * 4096);
 }
@@ -89,7 +89,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(const Path& path)
   made->slots_region = std::make_unique<Region>(Devices{made->device}, made->slots.get(), bytes,
                                                 IBV_ACCESS_LOCAL_WRITE);
 
-  // Room for unsignalled requests too: failed ones are reported.
+  // The completion queue has room for unsignalled requests too, because failed ones are reported.
   const uint32_t sends = settings_.send_depth + PostedSends::kReserved;
   const auto completions = static_cast<int>(sends + settings_.receive_depth + 1);
   made->cq.reset(ibv_create_cq(device.context(), completions, this, path.channel, 0));
@@ -163,7 +163,7 @@ void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
   connection_->attached = true;
   ibv_qp* const qp = connection_->qp.get();
   int mask = 0;
-  // Set again: the connection manager may have known less before.
+  // The attributes are set again, because the connection manager may not have known all before.
   ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   Modify(qp, &attributes, mask);
@@ -283,7 +283,7 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Deferred* de
     if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
     const bool by_peer = fault == LinkFault::kClosed;
     if (patience <= Clock::duration::zero()) return Close(reason, deferred, by_peer);
-    // The silence that led to this fault is part of the patience.
+    // The silence that led to this fault counts as a part of the patience.
     auto counted = Clock::duration::zero();
     if (fault == LinkFault::kSilent) {
       const bool moves = connection_ && connection_->may_move;
@@ -299,7 +299,7 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Deferred* de
 }
 
 void Endpoint::LetGoIfDrained() {
-  // The first message must stay while a thread looks for its memory.
+  // The first message must stay as long as a thread looks for its memory.
   if (state_ != State::kBroken || inbox_.is_clearing() || !connection_->drained()) return;
   connection_.reset();
   state_ = State::kConnecting;

@@ -92,7 +92,7 @@ void Poller::Run() {
     if (ready.empty() && !spin_) Sleep();
     TakeEvents(&ready);
     for (auto it = ready.begin(); it != ready.end();) {
-      // Looked up: it may be gone since the event.
+      // The endpoint is looked up, because it may be gone since the event.
       const auto endpoint = Find(*it);
       bool more = false;
       try {
@@ -141,7 +141,7 @@ std::shared_ptr<Endpoint> Poller::Find(Endpoint* endpoint) {
 }
 
 bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
-  // Arms first: a completion after the last poll then makes an event.
+  // The queue is armed first: a completion after the last poll then makes an event.
   if (!spin_) {
     if (int error = endpoint->Arm()) {
       endpoint->Fail(std::string("its completion queue cannot be armed: ") + strerror(error));

@@ -104,7 +104,7 @@ void Pool::Return(Block* block) {
     surplus = std::move(it->second);
     blocks_.erase(it);
   }
-  // The task frees it, in the registrar's thread unless that has ended.
+  // The task frees the memory, in the registrar's thread unless that has ended.
   registrar_->Post([held = std::move(surplus)] {});
 }
 

@@ -57,7 +57,7 @@ Region::Region(const Devices& devices, const void* address, size_t bytes, int ac
 }
 
 const ibv_mr& Region::Of(const Device& device) const {
-  // Linear: a process uses few devices.
+  // A linear search is enough, because a process uses few devices.
   const auto it = std::find_if(registrations_.begin(), registrations_.end(),
                                [&](const auto& one) { return one.device.get() == &device; });
   if (it == registrations_.end()) throw Error("memory is not registered with " + device.name());

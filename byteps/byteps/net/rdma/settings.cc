@@ -22,7 +22,7 @@ uint32_t Settings::slot_bytes() const {
 }
 
 void Settings::FitSlots(uint64_t endpoints) {
-  // An endpoint's slots fill whole pages.
+  // The slots of an endpoint fill whole pages.
   const uint64_t page = 4096;
   const uint64_t each = all_slots_bytes / std::max<uint64_t>(endpoints, 1) / page * page;
   const uint64_t slots = each / slot_bytes();

@@ -20,7 +20,8 @@ Transport::Transport(Devices used, const Settings& settings)
 }
 
 Transport::~Transport() {
-  // First: its tasks may hold endpoints, which must be destroyed before their pollers.
+  // The registrar stops first: its tasks may hold endpoints, which must be destroyed before their
+  // pollers.
   registrar->Stop();
 }
 

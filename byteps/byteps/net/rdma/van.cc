@@ -48,7 +48,7 @@ uint64_t NumEndpoints(const rdma::Settings& settings, bool backups, size_t nics)
   const uint64_t peers = office.is_worker() ? servers : workers;
   const uint64_t others = 1 + (office.is_server() && backups ? 2 : 0);
   if (!settings.data_plane) return others + peers;
-  // Assumes that peers have equally many NICs.
+  // The estimate assumes that peers have equally many NICs.
   return others + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
 }
 
@@ -104,7 +104,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     self.hostname = host;
     self.port = bound;
     SetNode(self);
-    // A probe only tests whether it can listen, and must not answer.
+    // A probe only tests whether it can listen. It must not answer.
     if (!scheduler || settings().membership.probe == 0) connector_->Run();
     return bound;
   } catch (const UnknownHost&) {
@@ -134,7 +134,7 @@ void RdmaVan::Dial(const Node& node) {
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
   int data = 0;
-  // Servers send each other ordered messages.
+  // Messages between servers must keep their order, so there is no data plane between them.
   if (node.role != Node::SCHEDULER && !AreServers(node.role) && settings_.data_plane) {
     data = std::max(settings_.data_endpoints, LeastConnections(this->node().nics, node.nics));
   }
@@ -198,7 +198,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   Applicant applicant;
   applicant.who = {request.sender, request.role, request.rank};
   applicant.job = request.job;
-  // The request has the rank only.
+  // The request has a rank, from which the node id follows.
   const bool between_servers = AreServers(request.role);
   if (request.rank >= 0 && request.rank < kMaxRank) {
     applicant.node_id = between_servers ? Postoffice::ServerRankToID(request.rank)
@@ -211,8 +211,8 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   const uint64_t job = job_.get();
   const bool is_expected = between_servers && peers_.Expects(request.sender, applicant.node_id);
   refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);
-  // The scheduler announces the two servers to each other, and one may be early. A peer that was
-  // here before and was forgotten is not meant.
+  // The scheduler announces the two servers to each other, and one may connect early. A peer that
+  // resumes was here before, so it is not early.
   const bool early =
       settings().membership.backups && between_servers && !is_expected && !request.resumes;
   refusal->again_soon = !refusal->reason.empty() && (early || IsBehind(job, request.job));
@@ -330,7 +330,7 @@ void RdmaVan::Transmit(const Message& msg) {
 
 rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const {
   if (answer.size() <= settings_.inline_bytes) return {};  // it comes in a frame
-  // Registering takes long; it happens when the answer's RTS arrives.
+  // Registering takes long, so the memory is registered only when the answer's RTS arrives.
   auto region = rdma::RegionToReceive(answer.data(), answer.size(), false, transport.devices);
   if (!region) return {};
   return {answer.data(), answer.size(), std::move(region)};
@@ -341,7 +341,7 @@ rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& 
 char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
   const auto& finder = Postoffice::Get()->handlers().place_for;
   char* const place = meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
-  // A device must write somewhere; BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the memory.
+  // A device must write somewhere. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the memory for that.
   return place == Nowhere() ? nullptr : place;
 }
 

@@ -81,7 +81,7 @@ void Connection::Enqueue(OutgoingPtr outgoing) {
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed || closing_.goodbye_sent) return;
-    // Frames without a message are useful for the current socket only.
+    // A frame without a message is useful for the current socket only.
     if (outgoing->type != kMessage && state_ != State::kOpen) return;
     closing_.goodbye_sent = outgoing->type == kGoodbye;
     queue_.Push(std::move(outgoing));
@@ -218,7 +218,7 @@ void Connection::Close(const LinkEnding& ending) {
     state_ = State::kClosed;
     closing_.ending = ending;
     left = queue_.TakeAll();
-    // A writing thread sees that it is closed, and drops the batch.
+    // A thread that is writing sees that the connection is closed, and drops the batch.
     if (!writing_.is_on) batch.swap(batch_.list);
     if (socket_) shutdown(socket_->fd(), SHUT_RDWR);
   }
@@ -302,7 +302,7 @@ bool Connection::Receive(bool to_the_end) {
       return false;
     }
     turn += n;
-    // Stops here: epoll reports later data, so another read would be wasted.
+    // Reading stops here: epoll reports later data, so another read would be wasted.
     drained = all && !to_the_end;
     Message msg;
     size_t bytes = 0;

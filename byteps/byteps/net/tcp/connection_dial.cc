@@ -233,7 +233,7 @@ bool Connection::ReadChallenge() {
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
-    // An invalid proof tells the listener, too.
+    // The answer is an invalid proof, so that the listener learns of the mismatch, too.
     if (const Socket socket = CurrentSocket()) socket->Say(std::string(auth::kProofBytes, '\0'));
     throw Error(std::string("the two nodes have different job secrets: ") + auth::kAdvice);
   }

@@ -60,7 +60,7 @@ void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
 void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
   if (outage_.awaits_proof() && Acknowledged()) EndOutage();
   const LinkFault fault = FaultOf(ending.reason);
-  // The silence before has already counted.
+  // The silence before the break counts as a part of the patience.
   auto counted = Clock::duration::zero();
   if (fault == LinkFault::kSilent) {
     counted = ToDuration(std::min(Silence(), settings_->reconnect_s / 2));
@@ -91,7 +91,7 @@ void Connection::OnDeadline() {
   if (open) {
     if (!outage_.awaits_proof()) return;
     if (Acknowledged()) return EndOutage();
-    // A new socket gets its chance.
+    // The new socket still has time to prove that it works.
     if (Clock::now() < outage_.ChanceUntil()) {
       outage_.PostponeTo(outage_.ChanceUntil());
       return ArmDeadline();
@@ -121,7 +121,7 @@ void Connection::LookForAcknowledgement(uint64_t epoch, Clock::duration pause) {
 bool Connection::Acknowledged() {
   const Socket socket = CurrentSocket();
   const Delivery delivery = socket ? DeliveryOf(socket->fd()) : Delivery();
-  // Acknowledged by the peer's process, or by its host.
+  // Both acknowledgements count: by the peer's process, and by the kernel of its host.
   if (heard_.received > heard_.before || !delivery.known) return true;
   outage_.NoteUnacknowledged(delivery.waiting);
   return delivery.acknowledged > heard_.greeting_bytes;
@@ -149,7 +149,7 @@ void Connection::Detach(State state) {
   }
   if (socket) {
     poller_->Forget(socket->fd());
-    // Stops a thread that still writes to it.
+    // This stops a thread that still writes to the socket.
     shutdown(socket->fd(), SHUT_RDWR);
   }
   MutexLock lock(&receive_mu_);
@@ -219,7 +219,7 @@ void Connection::Resume(uint64_t received) {
   size_t again = 0;
   bool writes = false;
   bool sends = false;
-  // Measured before anything follows the greeting.
+  // The bytes are counted before anything follows the greeting.
   if (const Socket socket = CurrentSocket()) {
     heard_.greeting_bytes = DeliveryOf(socket->fd()).written();
   }

@@ -7,7 +7,7 @@ namespace tcp {
 
 void Fd::Close() {
   if (fd_ < 0) return;
-  // A forked copy has already closed it; the number may be another file's.
+  // A forked copy has already closed the descriptor; its number may belong to another file.
   if (!IsForkedCopy()) {
     const HoldForks hold;
     KeepInChild(fd_);

@@ -20,7 +20,7 @@ namespace tcp {
 ssize_t FrameReader::Read(Stream* socket, bool* all) {
   iovec vector[2];
   int count = 0;
-  // Dropped values are read into the buffer.
+  // Values to be dropped are read into the buffer.
   const size_t missing =
       phase_ == Phase::kValues && place_ != nullptr ? place_bytes_ - place_done_ : 0;
   if (missing > 0) vector[count++] = {place_ + place_done_, missing};

@@ -35,7 +35,7 @@ SArray<char> MemoryPool::Take(size_t bytes) {
     throw std::bad_alloc();
   }
   SArray<char> values;
-  // Keeps the pool alive: values may outlive the connections.
+  // The deleter keeps the pool alive, because values may outlive the connections.
   values.reset(block, bytes,
                [self = shared_from_this(), size](char* memory) { self->Return(memory, size); });
   return values;

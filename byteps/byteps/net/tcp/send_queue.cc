@@ -29,7 +29,7 @@ bool SendQueue::TakeBatch(uint64_t received, OutgoingList* batch) {
   while (vectors < kMaxVectors) {
     auto& queue = !again_.empty() ? again_ : !urgent_.empty() ? urgent_ : bulk_;
     if (queue.empty()) break;
-    // A large message goes alone or last in a batch, so urgent ones wait for only one.
+    // A large message goes alone or last in a batch, so urgent messages wait for only one of them.
     if (bytes > 0 && bytes + queue.front()->bytes > kBatchBytes) break;
     const OutgoingPtr next = std::move(queue.front());
     queue.pop_front();

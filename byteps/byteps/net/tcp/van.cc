@@ -135,7 +135,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
 int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   // The scheduler carries no gradients.
   if (node.role != Node::SCHEDULER) PlacePollers(node);
-  // A worker gets answers over the connections it made.
+  // Workers do not listen: they get answers over the connections that they have made.
   if (!Listens(node.role)) return 0;
   const bool scheduler = node.role == Node::SCHEDULER;
   const bool every_address = scheduler && settings().on_every_address;
@@ -161,7 +161,7 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
     if (may_change && !IsNumeric(node.hostname)) throw UnknownHost(why);
     throw Error(why);
   }
-  // A probe only tests whether it can listen, and must not accept.
+  // A probe only tests whether it can listen. It must not accept connections.
   if (scheduler && settings().membership.probe > 0) return port;
   for (auto& listener : listeners_) listener->Start();
   return port;
@@ -176,8 +176,8 @@ void TcpVan::ListenAt(const std::vector<Address>& addresses, int* port) {
       fd = tcp::Listen(address, port);
     } catch (const Error& e) {
       if (listeners_.empty()) throw;
-      // E.g. "::1" in a container without IPv6, or a port in use: connections to it use another
-      // pair of NICs.
+      // "::1" in a container without IPv6, or a port in use, are possible reasons: connections to
+      // this address use another pair of NICs.
       PS_VLOG(1) << "cannot listen on " << address.Text() << ": " << e.what();
       continue;
     }
@@ -223,7 +223,8 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (tcp_.connections > 0) return tcp_.connections;
-  // Between two servers, this one's NICs decide: it sends its state to one neighbor.
+  // Between two servers, the NICs of this server decide, because it sends its state to one
+  // neighbor.
   const bool worker = my_role_ == Node::WORKER;
   double gbps =
       (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node(), settings().nics)) /
@@ -261,7 +262,7 @@ void TcpVan::Dial(const Node& node) {
     connections.push_back(NewConnection(tries.front().from));
     connections.back()->set_peer(node.id);
   }
-  // A copy: the peer's own list is guarded by the table's lock from now on.
+  // The list is copied, because from now on the table's lock guards the peer's own list.
   const Peers::Links dialed = connections;
   peers_.Add(std::move(peer));
   // This limit is longer than the wait for the scheduler, whose error is more specific.
@@ -306,7 +307,7 @@ bool TcpVan::MeansScheduler(const tcp::Hello& hello) const {
 
 bool TcpVan::MustWait(const tcp::Hello& hello) {
   if (!settings().membership.backups || !AreServers(hello.role)) return false;
-  // A peer that was here before and was forgotten is not meant.
+  // A peer that resumes was announced before, and has been forgotten since.
   return !hello.resumes && !peers_.Expects(hello.sender, hello.node_id);
 }
 

@@ -145,7 +145,7 @@ Reply DecodeReply(const char* data, size_t* refusal_bytes) {
 }
 
 bool LooksEncrypted(const char* data) {
-  // A TLS handshake record (RFC 8446, 5.1).
+  // These bytes begin a TLS handshake record (RFC 8446, 5.1).
   return data[0] == 22 && data[1] == 3;
 }
 

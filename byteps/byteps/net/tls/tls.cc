@@ -144,7 +144,7 @@ Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpen
   if (context_ == nullptr) throw Error("SSL_CTX_new failed");
   api_.SSL_CTX_ctrl(context_, kControlLeastVersion, kTls13, nullptr);
   api_.SSL_CTX_ctrl(context_, kControlMode, kModeAcceptMovingBuffer | kModeReleaseBuffers, nullptr);
-  // Disables resumption: each connection authenticates anew.
+  // Without resumption each connection authenticates anew.
   api_.SSL_CTX_ctrl(context_, kControlSessionCache, 0, nullptr);
   api_.SSL_CTX_set_num_tickets(context_, 0);
   api_.SSL_CTX_ctrl(context_, kControlReadAhead, 1, nullptr);
@@ -259,7 +259,7 @@ Session::Session(const Context* context, int fd, bool connects)
   api_.BIO_set_init(bio, 1);
   api_.SSL_set_bio(ssl_, bio, bio);
   api_.SSL_set_ex_data(ssl_, 0, const_cast<Context*>(context));
-  // OpenSSL demands it of a listener that takes keys and could verify certificates.
+  // OpenSSL requires this of a listener that accepts pre-shared keys and could verify certificates.
   if (!connects) api_.SSL_set_session_id_context(ssl_, kSessions, sizeof(kSessions));
   connects ? api_.SSL_set_connect_state(ssl_) : api_.SSL_set_accept_state(ssl_);
 }
@@ -325,7 +325,7 @@ Session::Step Session::Handshake() {
   const int error = result == 1 ? 0 : api_.SSL_get_error(ssl_, result);
   if (plain_) return Step::kPlain;
   std::string failure = error == 0 || error == kErrorWantRead ? "" : Explain();
-  // Sends alerts too. The kernel has room for a whole handshake.
+  // This flush sends alerts, too. The kernel has room for a whole handshake.
   (void)Flush();
   if (error == kErrorWantRead) return Step::kMore;
   if (ended_ || error_ != 0) return Step::kClosed;
@@ -356,7 +356,7 @@ ssize_t Session::Read(const iovec* vector, int count) {
       MutexLock lock(&mu_);
       api_.ERR_clear_error();
       const int n = api_.SSL_read(ssl_, data + done, static_cast<int>(wanted));
-      // The next call will find the error again.
+      // The next call finds the error again.
       if (n <= 0) return got > 0 ? static_cast<ssize_t>(got) : Fail(n);
       done += n;
       got += n;
@@ -390,7 +390,7 @@ size_t Session::Encrypt(const iovec* vector, int count) {
     const char* data = static_cast<const char*>(vector[i].iov_base) + done;
     size_t bytes = std::min(vector[i].iov_len - done, kBatchBytes - accepted);
     if (bytes < kRecordBytes && i + 1 < count) {
-      // Small parts share a record.
+      // Small parts are encrypted together in one record.
       bytes = 0;
       while (i < count && bytes < kRecordBytes) {
         const size_t part = std::min(vector[i].iov_len - done, kRecordBytes - bytes);

@@ -61,7 +61,8 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   std::vector<ReplicaTable::Past> replicas(count());
   const ReplicaView* const of_servers = Newest(Node::SERVER);
   const ReplicaView* const of_workers = Newest(Node::WORKER);
-  // Servers see a joining replica as present, so at the same epoch workers' views say more.
+  // Servers already see a joining replica as present. So at the same epoch the workers' views have
+  // more information.
   const bool workers_say =
       of_workers != nullptr && (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
   const ReplicaView* const newest = workers_say ? of_workers : of_servers;

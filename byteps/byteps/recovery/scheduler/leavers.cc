@@ -105,7 +105,7 @@ void Leavers::LetGo(Clock::time_point now) {
       }
       if (asks()) gone.clear();
     }
-    // A replacement server will be asked, too, unless all workers have left.
+    // If a rank is vacant, its next server must be asked, too, unless all workers have left.
     if (!places_->any_vacant() || HaveAllLeft()) {
       const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
       const size_t asked = asked_.size();

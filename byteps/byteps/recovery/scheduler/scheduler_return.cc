@@ -232,7 +232,8 @@ void SchedulerReturn::GoOn(bool late) {
                        "did not come back to " + scheduler_->Name() + " within " +
                            Limit(job_->settings.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
   }
-  // Workers first: a server that most of them have lost may report that it has lost them.
+  // Workers' messages come first: a server that most workers have lost may report that it has lost
+  // them.
   std::stable_partition(held.begin(), held.end(),
                         [](const Message& msg) { return IsWorkerId(msg.meta.sender); });
   for (const Message& msg : held) scheduler_->Handle(msg);

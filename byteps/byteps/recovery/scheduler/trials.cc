@@ -24,7 +24,7 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
     MutexLock lock(&job_->mu);
     const Member* const member = job_->roster.Find(server.id);
     if (member == nullptr || member->removed) return places_->IsVacant(server.id);
-    // The accused was replaced already.
+    // If these differ, the accused server has been replaced already.
     const bool same = member->node.hostname == server.hostname &&
                       member->node.port == server.port && TokenOf(member->node) == TokenOf(server);
     if (!same) return true;

@@ -146,7 +146,7 @@ void BackupLink::BeginTelling(uint64_t token) {
   begun_ = NewNumber(token);
   const uint64_t number = begun_;
   lock.Unlock();
-  // Further messages wait for the answer, since messages may overtake each other.
+  // Further messages wait for the answer to this one, because messages may overtake each other.
   Send(kCopy, backup(), 0, number, record.Pack(), {});
 }
 
@@ -340,7 +340,7 @@ void BackupLink::Apply(const Message& message, const CopyRecord& record, Copies*
                        uint64_t resets) {
   std::string error;
   try {
-    // The values were dropped.
+    // The values were dropped for lack of memory.
     if (message.values.empty() && message.sent_bytes > 0) throw std::bad_alloc();
     error = copies->Apply(message.key, record, message.values, resets);
   } catch (const std::bad_alloc&) {

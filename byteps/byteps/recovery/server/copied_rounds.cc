@@ -238,7 +238,7 @@ void CopiedRounds::Fail(Partition* partition, const Copying& what, const std::st
 
 void CopiedRounds::FreeLater(Partition* partition, const Copying& what) {
   const auto stays = partition->shared_from_this();
-  // The backup may have made a step that is not made here; both drop the partition anyway.
+  // The backup may have made a step that this server does not make. Both drop the partition anyway.
   rounds_->Free({stays});
   const bool has_request = what.kind != Copying::kRound && what.kind != Copying::kAll;
   if (has_request)

@@ -149,7 +149,7 @@ std::string Copies::Load(StateCopy* copy, const CopyRecord& record, const Shared
   }
   const size_t sum_bytes = last ? SumBytes(*copy, *last->update) : 0;
   if (values.size() != state_bytes + sum_bytes) return kNotOfForm;
-  // Keep the last round: members may still be missing its answer.
+  // The last round is kept, because members may still lack its answer.
   if (!record.is_all && copy->last) copy->last->update->Overtake(&copy->last->sum);
   size_t at = 0;
   for (uint32_t slot = 0; slot < copy->declaration->NumSlots(); ++slot) {

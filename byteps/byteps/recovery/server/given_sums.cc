@@ -34,13 +34,14 @@ Round* GivenSums::Take(Partition* partition, Message* message) {
   const int rank = message->peer;
   const int member = partition->declaration().MemberIndex(rank);
   if (absent_->Has(rank)) return nullptr;
-  // Dropped values mean that memory is short, not that the member had only a part.
+  // If the values were dropped, this server lacks memory. It does not mean that the member had only
+  // a part.
   const bool lacks_memory = message->values.empty() && message->sent_bytes > 0;
   if (lacks_memory) throw OutOfMemory(message->sent_bytes);
   Round* const round = rounds_->FindOrBegin(partition, HeaderOf(*message));
   if (round == nullptr) return nullptr;  // the round is over for all members
   round->told[member] = true;
-  // This member has ended the round, whatever its state here.
+  // The member has finished this round, whatever the round's state here.
   const bool is_over = round->pushed[member] || round->done;
   round->pushed[member] = true;
   if (is_over) return nullptr;

@@ -77,7 +77,7 @@ void LateReplicas::BeginGrace(Partition* partition, Round* round) {
   if (patience.quorum == 0) return;
   RoundNotes* const notes = NotesOf(round);
   if (notes->waits != RoundNotes::Waits::kFirst) return;
-  // The first step of a replica takes longer: it compiles and allocates.
+  // The first step of a replica takes longer, because the replica compiles and allocates.
   const Standing standing = StandingOf(*partition, *round);
   if (standing.anew || standing.pushed.size() < patience.quorum) return;
   notes->waits = RoundNotes::Waits::kQuorum;

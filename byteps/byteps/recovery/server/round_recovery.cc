@@ -85,12 +85,12 @@ AnswerNotes RoundRecovery::Describe(Round* round) {
 void RoundRecovery::OnOver(Partition* partition, Round* round) { copied_.OnOver(partition, round); }
 
 bool RoundRecovery::Waits(Partition* partition, Round* round, Round::Clock::time_point as_of) {
-  // The scheduler watches the backup, like every server.
+  // A held partition waits for the backup, which the scheduler watches like every server.
   if (!partition->is_held) {
     if (late_.AreExcused(partition, round, as_of) || late_.WaitOn(partition, round, as_of)) {
       return true;
     }
-    // An accused replica may be gone, with no scheduler to say so.
+    // An accused replica may be gone, while no scheduler can report that.
     if (!context_->channel->lacks_scheduler()) return false;
   }
   rounds_->Postpone(partition, round, as_of + kLookAgain);

@@ -121,7 +121,7 @@ void ServerReplacement::OnTick() {
 
 void ServerReplacement::OnConfirmed(const Message& answer) {
   ps::ReaderLock lock(&mu_);
-  // A successor counts serials anew.
+  // A successor counts serial numbers from the start.
   if (answer.failed || places_[answer.peer].came_in_turn != answer.number) return;
   WireReader in(answer.body);
   kept_.DropBefore(answer.peer, in.Get<uint64_t>());

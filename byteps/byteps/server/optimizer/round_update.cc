@@ -37,7 +37,7 @@ std::string RoundUpdate::Agree(int rank, int op, const std::string& step) {
 std::string RoundUpdate::Complete(SharedBytes* sum, SharedBytes spare) {
   pushed_by_ = op_;
   pushed_step_ = step_;
-  // PUSH_STEP sends the step to the backup together with the gradients.
+  // With PUSH_STEP the backup gets the step together with the gradients.
   is_told_ = op_ == kPushStep;
   if (op_ == kPushStep) return MakeStep(sum);
   SumSquares(*sum);
@@ -86,7 +86,7 @@ std::string RoundUpdate::MakeStep(SharedBytes* sum) {
   updated_ = true;
   const bool was_tried = !tried_.empty();
   if (was_tried) step.skip ? PS_PROBE(kStepDropped) : PS_PROBE(kStepMade);
-  // Differences are shorter than the gradients.
+  // Differences are shorter than gradients, so they need memory of their own.
   const bool in_place = sum->size() == state_->answer_bytes();
   const SharedBytes gradients = *sum;
   if (!in_place) *sum = SharedBytes::New(state_->answer_bytes());
