@@ -39,8 +39,8 @@ std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& spec
   do {
     const std::vector<EntryPtr> mine = ClaimNew(entries);
     if (!mine.empty()) Tell(mine);
-    // If another thread's attempt has failed, the tensors count as new again. So this thread tries,
-    // and throws the reason.
+    // If another thread's attempt has failed, the tensors are new again: this thread tries, and
+    // throws.
   } while (!AwaitOthers(entries));
   std::vector<TensorPtr> tensors;
   for (const EntryPtr& entry : entries) tensors.push_back(entry->tensor);

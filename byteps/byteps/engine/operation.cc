@@ -180,8 +180,7 @@ void Operation::CallAtEnd(std::function<void()> then) {
 
 void Operation::Move(uint64_t index, Stage to) {
   const Stage from = StageOf(index)->exchange(to, std::memory_order_acq_rel);
-  // A partition may skip stages: a CPU tensor is not copied, and a pull without push sends no
-  // values.
+  // A partition may skip stages: a CPU tensor is not copied; a pull without push sends nothing.
   BPS_INVARIANT("a partition is in one stage", from < to,
                 "partition " + std::to_string(index) + " of '" + name() + "' went from stage " +
                     std::to_string(static_cast<int>(from)) + " to " +

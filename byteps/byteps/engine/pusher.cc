@@ -209,8 +209,8 @@ void Pusher::Send(const Task& task, int track) {
 
 bool Pusher::OffersPlaces(const Operation& operation) const {
   // A sum that this worker keeps must not be received into the caller's memory (Puller::PlaceFor).
-  // Pinned memory for a GPU is taken only when the sum arrives, because there may be less than all
-  // sums in flight need.
+  // Pinned memory for a GPU is taken only when the sum arrives, because there may not be enough for
+  // all.
   return context_->channel->RegistersMemory() && !context_->losses->keeps_sums() &&
          !operation.output_on_gpu();
 }

@@ -104,8 +104,7 @@ class HttpConnection : public ps::tcp::PendingPeer,
     pending_->Remove(this);
   }
   void ResetOnEnd() override { ps::tcp::ResetOnClose(fd_.get()); }
-  // Returns false: answered connections would be closed first, but this client may still be
-  // reading.
+  // Returns false: answered connections are closed first, but this client may still be reading.
   bool answered() const override { return false; }
 
   bool OnReady(uint32_t events) override {

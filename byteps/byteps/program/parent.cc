@@ -15,8 +15,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Time between the end of a process's first thread or connection and the kernel's sign that the
-// process is ending.
+// Time from the end of a process's first thread or connection to the kernel's sign of its end.
 constexpr auto kLimit = std::chrono::milliseconds(500);
 // Limit for an ending process: its memory is freed, on cores that others use too.
 constexpr auto kEndingLimit = std::chrono::seconds(60);

@@ -210,8 +210,7 @@ class HealthReport {
   SumServer* server_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
-// Sleeps until the job has an outcome or a signal came. Meanwhile the scheduler regularly logs
-// which nodes are missing.
+// Sleeps until the job has an outcome or a signal came. On the scheduler, logs missing nodes.
 void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) {
   while (true) {
     int limit_ms = -1;

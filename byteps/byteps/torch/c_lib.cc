@@ -70,8 +70,7 @@ struct Children {
   const Clock::duration grace;
   bool any_failed = false;
 
-  // Waits until all children have ended, at most until `deadline` or `grace` after the first
-  // failure.
+  // Waits until all children have ended: until `deadline`, or `grace` after the first failure.
   void Await(Clock::time_point deadline, bool expected) {
     while (true) {
       const bool failed_before = any_failed;
@@ -484,8 +483,8 @@ NB_MODULE(c_lib, m) {
   m.def(
       "remove_memory",
       [](uint64_t number) {
-        // A forked copy frees storages, too. It must not take the lock, which another thread may
-        // have held at the fork.
+        // A forked copy frees storages, too. It must not take a lock that may be held since the
+        // fork.
         if (!ps::IsForkedCopy()) ps::RegistrationCache::Remove(number);
       },
       nb::arg("number"), Unlocked());

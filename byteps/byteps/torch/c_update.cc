@@ -187,8 +187,7 @@ void DefineUpdatedTensor(nb::module_* m) {
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 
-// Functions about replicas: which are present, which wait, and how far a joining worker has to
-// continue.
+// Functions about replicas: which are present or waiting, and where a joining worker continues.
 
 void DefineReplicas(nb::module_* m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;

@@ -27,8 +27,7 @@
 namespace ps {
 namespace {
 
-// NICs with less than 1/kSlowest of the fastest NIC's rate are not used, because they are for
-// management.
+// NICs below 1/kSlowest of the fastest NIC's rate are not used: they are for management.
 constexpr int kSlowest = 2;
 // Distances between PCIe devices of different root complexes, and of different NUMA nodes.
 constexpr int kOtherRoot = 100;
@@ -167,8 +166,7 @@ std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& 
   return named;
 }
 
-// Returns the NICs to use: those of similar rate. NICs of unknown rate are used only if no NIC has
-// a known rate.
+// Returns the NICs of similar rate, to use. Those of unknown rate count only if no rate is known.
 std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own, bool uses_rdma) {
   if (!own.is_device) return {own};  // a bond, a bridge or a veth: the administrator has chosen
   const auto serves = [uses_rdma](const HostNic& nic) {

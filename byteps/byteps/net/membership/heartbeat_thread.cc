@@ -45,8 +45,7 @@ void HeartbeatThread::Stop() {
 void HeartbeatThread::Run() {
   StallWatch::Feeder feeder(heartbeat_s_);
   const auto awake = [this]() PS_REQUIRES(mu_) { return woken_ || stopped_; };
-  // The time is on the steady clock, because peers count the time in which this process stood
-  // still.
+  // The time is on the steady clock: peers also count the time in which this process stood still.
   auto next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s_);
   while (true) {
     {

@@ -216,8 +216,7 @@ void NodeMembership::Handle(const Message& msg) {
       return settings_.probe > 0 ? OnProbeAnswer(body) : OnRefused(body);
     case Control::JOB_FAILED: {
       {
-        // The scheduler announces failures only to members. So this node is one, even if its
-        // welcome arrives later.
+        // The scheduler announces failures only to members, so this node is one.
         MutexLock lock(&mu_);
         welcomed_ = true;
       }

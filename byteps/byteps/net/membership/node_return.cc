@@ -24,8 +24,7 @@ namespace {
 
 // Pause between attempts to reach the scheduler.
 constexpr double kPauseSeconds = 0.2;
-// Delay before broken links are reported to a returned scheduler, because all other messages to it
-// are more important.
+// Delay before broken links are reported to a returned scheduler, after all more urgent messages.
 constexpr double kWordSeconds = 0.5;
 // Time in which a scheduler that knows all nodes removes a replica, and all servers apply that.
 constexpr double kRemovalSeconds = 3;

@@ -105,8 +105,7 @@ void SchedulerMembership::Handle(const Message& msg) {
                  << ", which is not of this generation of the job";
       return;
     }
-    // A registering node is no member yet, and members do not register. The role that it claims is
-    // checked later.
+    // A registering node is no member yet, so any role will do. Its claimed role is checked later.
     const Node::Role role = member == nullptr ? Node::WORKER : member->node.role;
     if (member != nullptr && member->removed) return;
     may = (member == nullptr) == (command == Control::ADD_NODE) &&
@@ -265,8 +264,7 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
   }
   PS_PROBE(kForgotten);
   BPS_LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
-  // The scheduler forgets this server. If the server lives, it must learn that, and not wait for
-  // the job.
+  // The scheduler forgets this server. If it lives, it must learn that, and not wait for the job.
   Send(job_.links, Control::JOB_FAILED, node_id, reason);
   job_.links->Disconnect(node_id);
 }
@@ -321,8 +319,7 @@ void SchedulerMembership::BeginGeneration() {
   }
   ignored_.Clear();
   SetGeneration(generation);
-  // Old nodes lose their ids first, because a new node may get one of these ids while old nodes are
-  // still being told.
+  // Old nodes lose their ids first: new nodes may get these ids while old ones are being told.
   for (const Node& node : old) {
     job_.links->Connect(node);
     job_.links->Disconnect(node.id);

@@ -345,7 +345,7 @@ void Connector::OnDisconnected(Link* link) {
   Wake(*link->endpoint);
 }
 
-// Nodes with several NICs: a link leaves a failed pair, probes its first pair now and then, and
+// Nodes with several NICs: a link leaves a failed pair, probes its first pair at times, and
 // returns.
 
 namespace {
@@ -403,8 +403,7 @@ void Connector::StartProbe(Link* link) {
   const DialPlan::Route& home = link->dial.home();
   Address from = Resolve(home.from, 0).front();
   Address to = home.to;
-  // The result is ignored: if the call fails at once, e.g. because a NIC is down, the probe times
-  // out.
+  // The result is ignored: if this fails at once, e.g. because a NIC is down, the probe times out.
   (void)rdma_resolve_addr(id, from.get(), to.get(), kResolveMs);
 }
 

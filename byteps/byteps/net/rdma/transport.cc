@@ -20,8 +20,7 @@ Transport::Transport(Devices used, const Settings& settings)
 }
 
 Transport::~Transport() {
-  // The registrar stops first: its tasks may hold endpoints, which must be destroyed before their
-  // pollers.
+  // The registrar goes first: its tasks may hold endpoints, which must not outlive their pollers.
   registrar->Stop();
 }
 

@@ -72,7 +72,7 @@ void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
   // This must come before any registration. Otherwise, after a fork (e.g. for a data loader), this
-  // process could write to copies of pages while the device still reads the original pages. Newer
+  // process could write to copies of pages while the device still reads the original pages. New
   // kernels prevent that.
   if (int error = ibv_fork_init()) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
@@ -354,8 +354,7 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const LinkEnding& ending) {
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << loss.id
              << " closed: " << ending.reason;
   if (loss.link) connector_->Disconnect(loss.link);
-  // A peer that is lost while it connects for the first time may connect again; no loss is
-  // reported.
+  // A peer that is lost while it first connects may connect again, and no loss is reported.
   if (!loss.peer || !(endpoint->was_open() || endpoint->active())) return;
   LinkEnding named = ending;
   // Links with the scheduler have only one plane.

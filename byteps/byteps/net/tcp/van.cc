@@ -223,8 +223,7 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (tcp_.connections > 0) return tcp_.connections;
-  // Between two servers, the NICs of this server decide, because it sends its state to one
-  // neighbor.
+  // Between servers this one's NICs decide, because it sends its state to one neighbor.
   const bool worker = my_role_ == Node::WORKER;
   double gbps =
       (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node(), settings().nics)) /

@@ -61,8 +61,7 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   std::vector<ReplicaTable::Past> replicas(count());
   const ReplicaView* const of_servers = Newest(Node::SERVER);
   const ReplicaView* const of_workers = Newest(Node::WORKER);
-  // Servers already see a joining replica as present. So at the same epoch the workers' views have
-  // more information.
+  // Servers already see a joining replica as present, so workers' views of an epoch tell more.
   const bool workers_say =
       of_workers != nullptr && (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
   const ReplicaView* const newest = workers_say ? of_workers : of_servers;
@@ -83,8 +82,7 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
       });
       one.state = admitted ? State::kJoining : State::kWaiting;
     } else {
-      // Workers of a removed replica are admitted again only after all servers have dropped the old
-      // ones.
+      // A removed replica's workers are admitted again after all servers have dropped the old ones.
       const bool gathers = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
         return RoleOf(entry.first) == Node::WORKER && Of(Postoffice::IDtoRank(entry.first)) == i &&
                ReadyEpochOf(entry.second, i) < 0;

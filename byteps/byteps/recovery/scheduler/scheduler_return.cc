@@ -232,8 +232,7 @@ void SchedulerReturn::GoOn(bool late) {
                        "did not come back to " + scheduler_->Name() + " within " +
                            Limit(job_->settings.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
   }
-  // Workers' messages come first: a server that most workers have lost may report that it has lost
-  // them.
+  // Workers' messages come first: a server that most of them have lost may report them as lost.
   std::stable_partition(held.begin(), held.end(),
                         [](const Message& msg) { return IsWorkerId(msg.meta.sender); });
   for (const Message& msg : held) scheduler_->Handle(msg);

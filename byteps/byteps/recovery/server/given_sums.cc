@@ -34,8 +34,7 @@ Round* GivenSums::Take(Partition* partition, Message* message) {
   const int rank = message->peer;
   const int member = partition->declaration().MemberIndex(rank);
   if (absent_->Has(rank)) return nullptr;
-  // If the values were dropped, this server lacks memory. It does not mean that the member had only
-  // a part.
+  // Dropped values mean a lack of memory here, and not that the member had only a part.
   const bool lacks_memory = message->values.empty() && message->sent_bytes > 0;
   if (lacks_memory) throw OutOfMemory(message->sent_bytes);
   Round* const round = rounds_->FindOrBegin(partition, HeaderOf(*message));

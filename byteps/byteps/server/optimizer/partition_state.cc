@@ -114,8 +114,7 @@ GradientSums PartitionState::SumsOf(const char* gradients) const {
   for (const Run& run : runs_) {
     const char* const at = gradients + run.begin * SizeOf(type_);
     const size_t n = run.end - run.begin;
-    // Uncounted values are multiplied by 0, not skipped: an infinity or NaN among them then gives
-    // NaN.
+    // Uncounted values are multiplied by 0, not skipped: 0 times an infinity or NaN is NaN.
     sums.squares += (run.counted ? 1.0 : 0.0) * SumOfSquares(type_, at, n);
     if (rule_.counts_zeros && run.counted)
       sums.zeros += static_cast<double>(CountZeros(type_, at, n));
