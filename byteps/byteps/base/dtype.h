@@ -74,7 +74,6 @@ inline bool IsInteger(DType t) {
   return t == DType::kUInt8 || t == DType::kInt8 || t == DType::kInt32 || t == DType::kInt64;
 }
 
-// Returns whether elements are blocks of values.
 inline bool IsBlock(DType t) { return t == DType::kInt8x128 || t == DType::kInt4x128; }
 
 // Returns the number of values in an element.

@@ -56,7 +56,6 @@ class EndedQueue {
   bool woken_ PS_GUARDED_BY(mu_) = false;
 };
 
-// The worker of this process.
 Worker* GetWorker();
 
 // A group's ranks, ascending; empty: all workers. A class, so that Python converts the ranks of a

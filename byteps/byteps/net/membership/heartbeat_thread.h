@@ -26,7 +26,6 @@ class HeartbeatThread {
     // nothing if even heartbeats are not needed now: the thread then sleeps until Wake.
     std::function<std::optional<Clock::time_point>()> next_due;
     std::function<void(Clock::time_point now)> on_due;
-    // Called at each heartbeat.
     std::function<void(Clock::time_point now)> on_beat;
   };
 

@@ -44,7 +44,6 @@ class SchedulerMembership : public Membership {
   void OnLinkLost(int node_id, const std::string& how, bool closed) override;
   std::string NameOf(int node_id) override;
 
-  // Returns the state of the job.
   JobView View();
 
   // ----- for the policy
