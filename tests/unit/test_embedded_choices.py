@@ -246,7 +246,8 @@ def test_several_hosts_have_servers_of_their_own(
     said = capfd.readouterr().err
     assert "scheduler at [2001:db8::7]:4711" in said and "2 in all on 2 host(s)" in said
     assert "at most 2 of 4 to 5 of 16 cores" in said and "1.25 GiB" in said
-    # The job's key would travel unencrypted.
+    # With TLS and no secret of the user, the job's key would travel unencrypted, so this is
+    # refused.
     monkeypatch.setenv("BYTEPS_TLS", "1")
     with pytest.raises(RuntimeError, match=r"BYTEPS_TLS=1 and no secret.*--new-secret"):
         start.answers(told)

@@ -135,7 +135,7 @@ def test_few_cores_set_the_time() -> None:
     # Two bytes in and two out, at 1e9 per second and core: 4 s on the remaining core.
     row, needs = by_servers(replace(MACHINES, worker_cores=2))
     assert row.seconds == pytest.approx(4.0) and needs.worker_cores == 2
-    # A server does the same, and adds two bytes.
+    # A server moves as many bytes, and adds two bytes: 6 s on the remaining core.
     row, needs = by_servers(replace(MACHINES, server_cores=2))
     assert row.seconds == pytest.approx(6.0) and needs.server_cores == 2
 

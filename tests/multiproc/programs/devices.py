@@ -179,7 +179,7 @@ def peer_dies_under_nccl(job: Job) -> None:
         job.note("failed", f"{time.monotonic() - started:.1f} {error}")
     bps.shutdown()
     job.mark("shut_down")
-    # torch would wait for the kernel.
+    # The process ends without torch's exit handlers, which would wait for the kernel.
     os._exit(0)
 
 
