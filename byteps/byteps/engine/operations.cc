@@ -172,8 +172,7 @@ size_t Operations::num_running() {
 
 void Operations::AwaitIdle(double limit_s) {
   ps::MutexLock lock(&mu_);
-  // The wait is ended by the last operation, or a failure of the job; deadline:
-  // BYTEPS_PEER_TIMEOUT_S.
+  // The wait is ended by the last operation or a failure; deadline: BYTEPS_PEER_TIMEOUT_S.
   ended_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
                  [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
 }

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    # These imports are for type checkers only.
+    # Lets type checkers check uses of these modules.
     import byteps.torch as byteps
     from byteps import forecast
     from byteps.torch import (

@@ -309,7 +309,7 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
     replicas = 1
     if wrapper == REPLICATED and has_replicas(ddp_config):
         replicas = ddp_config.num_distributed_optimizer_instances
-        # All ranks must join together. They are all here now, but may not be in a backward pass.
+        # All ranks must join together. They are all here now; in a backward pass they may not be.
         bytepslib.reductions.joined()
     _say_that_collectives_stay(wrapper, torch.distributed.get_rank(), replicas)
 
