@@ -317,7 +317,7 @@ def main() -> None:
         model.save()
     print_rank_0("done")
     torch.distributed.barrier()
-    # NCCL groups cannot be destroyed as long as CUDA graphs exist that recorded their kernels.
+    # NCCL groups cannot be destroyed while CUDA graphs exist that recorded their kernels.
     FullCudaGraphWrapper.cuda_graph = dict.fromkeys(FullCudaGraphWrapper.cuda_graph)
     torch.distributed.destroy_process_group()
 
