@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from scripts.releasekit.contents import ship_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS: dict[str, dict[Any, Any]] = {
@@ -46,3 +51,24 @@ def test_checks_tests_and_wheels_are_among_them() -> None:
     assert commands("check") == ["make check"]
     assert "make test" in commands("test")
     assert commands("release") == ['make release ARGS="--images none"']
+
+
+@pytest.mark.slow
+def test_each_version_has_its_documentation(tmp_path: Path) -> None:
+    """Run the command of the workflow, with the programs of locks/ship.lock."""
+    (command,) = commands("docs")
+    installs = ("python3 -m venv", ". build/", "pip install")
+    lines = [line for line in command.splitlines() if not line.startswith(installs)]
+    assert len(lines) == len(command.splitlines()) - len(installs)
+    origin, clone = tmp_path / "origin.git", tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--bare", ROOT, origin], check=True)
+    subprocess.run(["git", "clone", "--quiet", origin, clone], check=True)
+    env = {**os.environ, "PATH": f"{ship_tools()}:{os.environ['PATH']}"}
+    for ref in ("refs/heads/main", "refs/tags/v1.0.0"):
+        subprocess.run(
+            ["bash", "-ec", "\n".join(lines)],
+            cwd=clone, env={**env, "GITHUB_REF": ref}, check=True, timeout=300,
+        )  # fmt: skip
+    shown = subprocess.check_output(["git", "-C", origin, "show", "gh-pages:versions.json"])
+    versions = {one["version"]: one["aliases"] for one in json.loads(shown)}
+    assert versions == {"dev": [], "1.0.0": ["latest"]}
