@@ -2,7 +2,7 @@
 
 The new files and the old files are complete on the disk before a journal is written. Then files are
 renamed to their places. If an error occurs, the old files are restored. If the process was killed,
-`recover` restores them.
+`recover` restores them. The files of the record change in the same way as all others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from byteps.patching.series import PatchError, is_junk
 RECORD = ".megatron-byteps"
 """Subfolder of the changed folder, with the record of the change and the originals of the patched
 files."""
-_STAGED, _APPLIED, _JOURNAL = f"{RECORD}.new", "applied.json", "journal.json"
+_STAGED, _APPLIED, _JOURNAL = f"{RECORD}.new", f"{RECORD}/applied.json", "journal.json"
 
 
 def load(root: Path) -> dict[str, Any]:
     """Return the record of the last change; empty: there is none. Raises PatchError if it is
     damaged."""
-    file = root / RECORD / _APPLIED
+    file = root / _APPLIED
     try:
         record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:
@@ -55,28 +55,31 @@ def change(
         originals: files that `original` returns afterwards, by path.
         folders: folders to remove if they contain only junk; the innermost last.
     """
+    kept = (path for path in (root / RECORD).rglob("*") if path.is_file())
+    files = {**files, **{path.relative_to(root).as_posix(): None for path in kept}}
+    if record is not None:
+        files |= {f"{RECORD}/original/{path}": source for path, source in originals.items()}
+        files[f"{RECORD}/.gitignore"] = b"*\n"
+        files[_APPLIED] = f"{json.dumps(record, indent=1)}\n".encode()
     try:
-        _stage(root, files, record, originals)
-        _make(root, files, is_recorded=record is not None)
+        _stage(root, files)
+        _make(root, files)
     except BaseException:
         recover(root)
         raise
     shutil.rmtree(root / _STAGED, ignore_errors=True)
+    if record is None:
+        shutil.rmtree(root / RECORD, ignore_errors=True)
     for folder in (root / path for path in reversed(list(folders))):
         # Remove the files of interpreters and editors together with the folder.
         if folder.is_dir() and all(is_junk(one.name) for one in folder.iterdir()):
             shutil.rmtree(folder)
 
 
-def _stage(
-    root: Path,
-    files: Mapping[str, bytes | Path | None],
-    record: Mapping[str, Any] | None,
-    originals: Mapping[str, Path],
-) -> None:
+def _stage(root: Path, files: Mapping[str, bytes | Path | None]) -> None:
     staged = root / _STAGED
     shutil.rmtree(staged, ignore_errors=True)
-    (staged / "record").mkdir(parents=True)
+    staged.mkdir()
     for path, new in files.items():
         target, place = root / path, _place(staged / "files" / path)
         if isinstance(new, Path):
@@ -88,18 +91,12 @@ def _stage(
             _own(place, target if target.exists() else _nearest(target))
         if target.exists():
             _link(target, _place(staged / "old" / path))
-    for path, source in originals.items():
-        _link(source, _place(staged / "record/original" / path))
-    (staged / "record/.gitignore").write_text("*\n")
-    (staged / "record" / _APPLIED).write_text(json.dumps(record, indent=1) + "\n")
-    for one in (staged / "record", *(staged / "record").rglob("*")):
-        if one.is_dir() or one.parent == staged / "record":
-            _own(one, root)
 
 
-def _make(root: Path, files: Collection[str], *, is_recorded: bool) -> None:
+def _make(root: Path, files: Collection[str]) -> None:
     staged = root / _STAGED
-    (staged / "journal").write_text(json.dumps(list(files)))
+    journal = {path: (staged / "old" / path).exists() for path in files}
+    (staged / "journal").write_text(json.dumps(journal))
     (staged / "journal").rename(staged / _JOURNAL)
     for path in files:
         if (staged / "files" / path).exists():
@@ -107,10 +104,6 @@ def _make(root: Path, files: Collection[str], *, is_recorded: bool) -> None:
             (staged / "files" / path).replace(root / path)
         else:
             (root / path).unlink(missing_ok=True)
-    if (root / RECORD).exists():
-        (root / RECORD).rename(staged / "old-record")
-    if is_recorded:
-        (staged / "record").rename(root / RECORD)
     (staged / _JOURNAL).unlink()
 
 
@@ -124,19 +117,16 @@ def recover(root: Path) -> None:
     staged = root / _STAGED
     if not is_interrupted(root):
         return shutil.rmtree(staged, ignore_errors=True)
-    for path in json.loads((staged / _JOURNAL).read_text()):
-        if (staged / "old" / path).exists():
-            (staged / "old" / path).replace(root / path)
-        elif not (root / path).is_dir():
+    for path, was_there in json.loads((staged / _JOURNAL).read_text()).items():
+        old = staged / "old" / path
+        # A recovery that was killed has put some files back already.
+        if old.exists():
+            old.replace(root / path)
+        elif not was_there and not (root / path).is_dir():
             (root / path).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the folders that are empty now
                 for folder in (root / path).parents:
                     folder.rmdir()
-    if (staged / "old-record").exists():
-        shutil.rmtree(root / RECORD, ignore_errors=True)
-        (staged / "old-record").rename(root / RECORD)
-    elif not (staged / "record").exists():
-        shutil.rmtree(root / RECORD, ignore_errors=True)
     shutil.rmtree(staged)
 
 
