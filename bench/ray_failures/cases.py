@@ -53,7 +53,7 @@ class Case:
     step."""
     loses_node: bool = False
     """Whether the driver kills a machine with a rank while rank 0 holds a step; see `nodes`."""
-    incarnations: int = 2
+    generations: int = 2
     """Number of generations, including those that fail."""
     blames: str = ""
     """Text that the first failure must contain."""
@@ -68,8 +68,8 @@ class Case:
     thorough: bool = False
 
 
-def _fault(rank: int, what: str, when: int | str = STRIKE, incarnation: int = 0) -> dict[str, Any]:
-    return {"incarnation": incarnation, "rank": rank, "when": when, "what": what}
+def _fault(rank: int, what: str, when: int | str = STRIKE, generation: int = 0) -> dict[str, Any]:
+    return {"generation": generation, "rank": rank, "when": when, "what": what}
 
 
 CASES = {
@@ -116,8 +116,8 @@ CASES = {
     ),
     "recovery": Case(
         title="a rank is killed, and another one during the recovery",
-        faults=[_fault(0, "kill"), _fault(1, "kill", "start", incarnation=1)],
-        incarnations=3,
+        faults=[_fault(0, "kill"), _fault(1, "kill", "start", generation=1)],
+        generations=3,
         blames="rank 0 was killed by signal 9",
     ),
     "checkpoint": Case(
@@ -217,7 +217,7 @@ CASES = {
     ),
 }
 
-_PLAIN = Case(title="", incarnations=1)
+_PLAIN = Case(title="", generations=1)
 
 ROOM = 3
 """Cores of the first node that a pool leaves to ``several_nodes``: for the scheduler, the server,
@@ -394,10 +394,10 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     """Return descriptions of deviations; empty if the job survived the failure."""
     found, whole = [], uninterrupted.losses
     failures = outcome.of("failure")
-    count = len(outcome.of("incarnation"))
+    count = len(outcome.of("generation"))
     # On a busy machine, limits for steps may end more generations than planned.
-    if count < case.incarnations or (count > case.incarnations and not case.limits):
-        found.append(f"{count} generations instead of {case.incarnations}: {failures}")
+    if count < case.generations or (count > case.generations and not case.limits):
+        found.append(f"{count} generations instead of {case.generations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):
         found.append(f"the blame is {str(failures[0]['failure'])!r}, not {case.blames!r}")
     if sorted(whole) != list(range(1, STEPS + 1)):
@@ -409,9 +409,9 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
         if set(losses) != set(whole.get(step, [])):
             found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
     recovered = outcome.of("recovered")
-    repeated = [step["step"] for step in outcome.steps if step["incarnation"]]
+    repeated = [step["step"] for step in outcome.steps if step["generation"]]
     if case.memory_every is not None and min(repeated, default=1) == 1:
         found.append("training began anew, not from the state in memory")
-    if case.incarnations > 1 and not recovered:
+    if case.generations > 1 and not recovered:
         found.append("no recovery was reported")
     return found

@@ -1,6 +1,6 @@
 """Megatron's GPT pretraining with scripted faults: the entry of jobs that must fail.
 
-``SCRIPTED_FAULTS`` holds a JSON list of faults, each with ``incarnation``, ``rank``, ``when`` and
+``SCRIPTED_FAULTS`` holds a JSON list of faults, each with ``generation``, ``rank``, ``when`` and
 ``what``:
 
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
@@ -118,10 +118,10 @@ def main() -> None:
     take_a_share()
     # Repeated steps are compared bit for bit, on GPUs as well.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
+    rank, generation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_GENERATION"])
     replica = int(os.environ.get("BYTEPS_REPLICA", "0/1").partition("/")[0])
     for fault in json.loads(os.environ.get("SCRIPTED_FAULTS", "[]")):
-        if (fault["rank"], fault["incarnation"]) != (rank, incarnation):
+        if (fault["rank"], fault["generation"]) != (rank, generation):
             continue
         if fault.get("replica", replica) != replica:
             continue

@@ -29,7 +29,7 @@ from bench.ray_failures.cases import (
     several_nodes,
 )
 from megatron_byteps_ray.cluster import Pool, cluster
-from megatron_byteps_ray.incarnation import ORDER
+from megatron_byteps_ray.generation import ORDER
 from tests.layouts.job import CUDA, PLATFORMS, gpus_to_offer
 from tests.layouts.table import Table, line, refuse_missing_gpus
 

@@ -356,7 +356,7 @@ class RayJob:
         return ["--save", saved, "--load", saved, "--save-interval", str(every)]
 
     def _lose(self, job: ray_job.Job, event: dict[str, Any]) -> None:
-        first = event["incarnation"] == 0
+        first = event["generation"] == 0
         if self.lose_at is not None and first and event["step"] == self.lose_at:
             import ray
 

@@ -65,7 +65,7 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
         names = [name for name in bucket.names() if name.startswith(prefix)]
         tracker = bucket.read(f"{prefix}/saved/latest_checkpointed_iteration.txt")
     assert problems(case, outcome, whole) == []
-    assert min(s["step"] for s in outcome.steps if s["incarnation"] == 1) in (5, 9)
+    assert min(s["step"] for s in outcome.steps if s["generation"] == 1) in (5, 9)
     assert tracker == str(STEPS).encode()
     assert any(f"iter_{STEPS:07d}/" in name and name.endswith(".distcp") for name in names)
     assert not (outcome.folder / "saved").exists()

@@ -32,7 +32,7 @@ from bench.ray_failures.cases import (
     problems,
     several_nodes,
 )
-from megatron_byteps_ray import incarnation, memory
+from megatron_byteps_ray import generation, memory
 from megatron_byteps_ray.cluster import JobError, Pool
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.memory import jump_of
@@ -66,7 +66,7 @@ def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
     places: list[list[str]] = []
 
     def note(event: dict[str, Any], job: Job) -> None:
-        if event["event"] == "incarnation":
+        if event["event"] == "generation":
             places.append([slot.facts["node"] for slot in job.pool.assigned])
         elif event["event"] == "failure":
             shutil.rmtree(job._folder / "saved", ignore_errors=True)
@@ -87,7 +87,7 @@ def test_a_lost_actor_is_replaced_by_a_spare_at_the_same_rank(runner: Runner) ->
     places: list[list[Any]] = []
 
     def note(event: dict[str, Any], job: Job) -> None:
-        if event["event"] == "incarnation":
+        if event["event"] == "generation":
             places.append([slot.actor for slot in job.pool.assigned])
 
     runner.run("same-rank", CASES["actor"], note)
@@ -120,10 +120,10 @@ def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
 
     case = Case(title="", faults=CASES["actor"].faults)
     outcome = runner.run("fewer", case, lose_spares, min_ranks=1, memory_save_interval=1)
-    assert [event["ranks"] for event in outcome.of("incarnation")] == [2, 1]
+    assert [event["ranks"] for event in outcome.of("generation")] == [2, 1]
     assert outcome.of("fewer")[0]["wanted"] == 2
     assert max(outcome.losses) == STEPS
-    second = [step["step"] for step in outcome.steps if step["incarnation"] == 1]
+    second = [step["step"] for step in outcome.steps if step["generation"] == 1]
     assert second[0] == SAVE_EVERY + 1
 
 
@@ -134,12 +134,12 @@ def test_a_job_leaves_a_machine_that_is_drained(
     away = {""}
 
     def note(event: dict[str, Any], job: Job) -> None:
-        if event["event"] == "step" and event["incarnation"] == 0:
+        if event["event"] == "step" and event["generation"] == 0:
             away.add(job.pool.assigned[0].facts["node"])
         elif event["event"] == "failure":
             away.clear()
 
-    monkeypatch.setattr(incarnation, "draining_nodes", lambda: away)
+    monkeypatch.setattr(generation, "draining_nodes", lambda: away)
     case = Case(
         title="",
         faults=[_fault(0, "told")],
@@ -148,20 +148,20 @@ def test_a_job_leaves_a_machine_that_is_drained(
     )
     outcome = runner.run("drained", case, note)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
-    left = [step["step"] for step in outcome.steps if step["incarnation"] == 0]
+    left = [step["step"] for step in outcome.steps if step["generation"] == 0]
     assert max(left) <= STRIKE
     assert _first_steps(outcome) == [1, max(left) + 1]
 
 
 def test_a_job_that_never_makes_a_step_is_given_up(runner: Runner) -> None:
-    faults = [{"incarnation": n, "rank": 1, "when": "start", "what": "raise"} for n in range(5)]
+    faults = [{"generation": n, "rank": 1, "when": "start", "what": "raise"} for n in range(5)]
     with pytest.raises(JobError, match="2 times in a row without a step") as caught:
         runner.run("fruitless", Case(title="", faults=faults), max_fruitless=2)
     assert "RuntimeError: a fault that the script asked for" in str(caught.value)
 
 
 def test_restarts_are_limited(runner: Runner) -> None:
-    faults = [{"incarnation": n, "rank": 0, "when": STRIKE, "what": "kill"} for n in range(5)]
+    faults = [{"generation": n, "rank": 0, "when": STRIKE, "what": "kill"} for n in range(5)]
     with pytest.raises(JobError, match=r"failed 1 times \(max_restarts\)"):
         runner.run("limited", Case(title="", faults=faults), max_restarts=0)
 
@@ -173,8 +173,8 @@ EVERY = 2
 NEWEST = STRIKE - 1
 
 
-def _fault(rank: int, what: str, when: int | str = STRIKE, incarnation: int = 0) -> dict[str, Any]:
-    return {"incarnation": incarnation, "rank": rank, "when": when, "what": what}
+def _fault(rank: int, what: str, when: int | str = STRIKE, generation: int = 0) -> dict[str, Any]:
+    return {"generation": generation, "rank": rank, "when": when, "what": what}
 
 
 def _run(runner: Runner, name: str, case: Case, *, disk: bool = False, **changes: Any) -> Outcome:
@@ -191,7 +191,7 @@ def _first_steps(outcome: Outcome) -> list[int]:
     """Get the first step of each generation that made a step."""
     first: dict[int, int] = {}
     for step in outcome.steps:
-        first.setdefault(step["incarnation"], step["step"])
+        first.setdefault(step["generation"], step["step"])
     return list(first.values())
 
 
@@ -233,16 +233,16 @@ def test_a_recovery_reads_no_checkpoint(runner: Runner, name: str) -> None:
 
 
 def test_a_second_failure_before_a_step_is_survived(runner: Runner) -> None:
-    faults = [_fault(1, "actor"), _fault(0, "kill", "start", incarnation=1)]
-    case = Case(title="", faults=faults, incarnations=3, saves=False)
+    faults = [_fault(1, "actor"), _fault(0, "kill", "start", generation=1)]
+    case = Case(title="", faults=faults, generations=3, saves=False)
     outcome = _run(runner, "memory-alone", case)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
     assert _first_steps(outcome) == [1, NEWEST + 1]
 
 
 def test_ranks_that_fail_by_themselves_get_the_checkpoint_next(runner: Runner) -> None:
-    faults = [_fault(0, "kill"), _fault(1, "raise", "start", incarnation=1)]
-    case = Case(title="", faults=faults, incarnations=3)
+    faults = [_fault(0, "kill"), _fault(1, "raise", "start", generation=1)]
+    case = Case(title="", faults=faults, generations=3)
     outcome = _run(runner, "memory-refused", case, disk=True)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
     assert _first_steps(outcome) == [1, SAVE_EVERY + 1]
@@ -299,7 +299,7 @@ LIMIT_S = 500.0
 def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) -> None:
     del pool  # the job takes the rest of its cluster
     folder = run_dir / "job"
-    hold = {"incarnation": 0, "rank": 0, "when": STRIKE, "what": f"hold:{run_dir}/never"}
+    hold = {"generation": 0, "rank": 0, "when": STRIKE, "what": f"hold:{run_dir}/never"}
     variables = {**ENVIRONMENT, "SCRIPTED_FAULTS": json.dumps([hold])}
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_ray", "--folder", str(folder)]
     command += ["--address", ray.get_runtime_context().gcs_address]
@@ -323,13 +323,13 @@ def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) ->
             first.send_signal(signal.SIGKILL)
             first.wait()
         state = json.loads((folder / "job.json").read_text())
-        assert (state["state"], state["incarnation"]) == ("running", 0)
+        assert (state["state"], state["generation"]) == ("running", 0)
         again = [*command, "--resume", *entry]
         subprocess.run(again, env=environment, stdout=log, stderr=log, timeout=LIMIT_S, check=True)
     state = json.loads((folder / "job.json").read_text())
-    assert (state["state"], state["incarnation"], state["restarts"]) == ("done", 1, 0)
+    assert (state["state"], state["generation"], state["restarts"]) == ("done", 1, 0)
     steps = record_of_steps(folder)
-    numbers = {n: [s["step"] for s in steps if s["incarnation"] == n] for n in (0, 1)}
+    numbers = {n: [s["step"] for s in steps if s["generation"] == n] for n in (0, 1)}
     assert numbers[0] == list(range(1, STRIKE))
     # Training continues from the last checkpoint.
     assert numbers[1] == list(range(SAVE_EVERY + 1, STEPS + 1))

@@ -168,7 +168,7 @@ def test_metrics_are_served(pool: Pool) -> None:
         metrics.step({"step": step, "tokens": 100, "time": 1000.0 + step * 2.0, "values": values})
     metrics.restart()
     metrics.recovery(7.5)
-    expected = {"ranks": 4.0, "spares": 1.0, "incarnation": 2.0, "step": 5.0, "loss": 1.0}
+    expected = {"ranks": 4.0, "spares": 1.0, "generation": 2.0, "step": 5.0, "loss": 1.0}
     expected |= {"tokens_per_second": 50.0, "restarts_total": 1.0, "recovery_seconds": 7.5}
     deadline = time.monotonic() + METRICS_LIMIT_S
     while True:  # Ray forwards the metrics every few seconds

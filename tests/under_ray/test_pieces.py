@@ -19,7 +19,7 @@ from bench.ray_failures.cases import ENVIRONMENT
 from bench.ray_failures.nodes import Nodes
 from megatron_byteps_ray import settings
 from megatron_byteps_ray.cluster import Pool
-from megatron_byteps_ray.incarnation import Phases
+from megatron_byteps_ray.generation import Phases
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.rank_actor import RankActor
 from megatron_byteps_ray.recovery import FAILED, HUNG, KILLED, LOST, End, Failure

@@ -28,7 +28,7 @@ from bench.kit.emulation import Emulation, Host
 from bench.kit.plan import Topology
 from bench.ray_failures.cases import CASES, ENVIRONMENT, MODEL, STEPS, Runner
 from bench.ray_failures.nodes import LIMIT_S, Nodes
-from megatron_byteps_ray import incarnation
+from megatron_byteps_ray import generation
 from megatron_byteps_ray.cluster import Pool, draining_nodes
 from megatron_byteps_ray.job import Replicas, record_of_steps
 from megatron_byteps_ray.settings import Settings
@@ -85,14 +85,14 @@ def losses(folder: Path, replica: int) -> dict[int, float]:
     """Return the losses by step since the replica's last start, which Megatron sums over
     replicas."""
     steps = record_of_steps(folder / f"replica{replica}")
-    last = max(step["incarnation"] for step in steps)
-    return {s["step"]: s["values"]["lm loss"] for s in steps if s["incarnation"] == last}
+    last = max(step["generation"] for step in steps)
+    return {s["step"]: s["values"]["lm loss"] for s in steps if s["generation"] == last}
 
 
 def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_dir: Path) -> None:
     faults = [
-        {"incarnation": 0, "replica": 1, "rank": 0, "when": 5, "what": "actor"},
-        {"incarnation": 0, "replica": 0, "rank": 0, "when": 8, "what": "joiner:1"},
+        {"generation": 0, "replica": 1, "rank": 0, "when": 5, "what": "actor"},
+        {"generation": 0, "replica": 0, "rank": 0, "when": 8, "what": "joiner:1"},
     ]
     port = free_ports(3, host="0.0.0.0")
     first, second = run(settings, run_dir / "job", faults, BYTEPS_METRICS_PORT=str(port))
@@ -120,15 +120,15 @@ def test_a_replica_leaves_a_machine_that_is_drained(
         return {there["node"]} if threading.current_thread().name == "replica 1" else set()
 
     def note(job: Replicas, replica: int, event: dict[str, Any]) -> None:
-        if replica == 1 and event["event"] == "step" and event["incarnation"] == 0:
+        if replica == 1 and event["event"] == "step" and event["generation"] == 0:
             there["node"] = job.jobs[1].pool.assigned[0].facts["node"]
         if replica == 1 and event["event"] == "failure":
             there["node"] = ""
 
-    monkeypatch.setattr(incarnation, "draining_nodes", draining)
+    monkeypatch.setattr(generation, "draining_nodes", draining)
     faults = [
-        {"incarnation": 0, "replica": 1, "rank": 0, "when": 5, "what": "told"},
-        {"incarnation": 0, "replica": 0, "rank": 0, "when": 8, "what": "joiner:1"},
+        {"generation": 0, "replica": 1, "rank": 0, "when": 5, "what": "told"},
+        {"generation": 0, "replica": 0, "rank": 0, "when": 8, "what": "joiner:1"},
     ]
     first, second = run(settings, run_dir / "job", faults, note)
     assert not of(first, "failure")
@@ -189,7 +189,7 @@ def test_a_lost_server_of_replicas_is_replaced(
 ) -> None:
     go = run_dir / "go"
     faults = [
-        {"incarnation": 0, "replica": 0, "rank": 0, "when": 5, "what": f"hold:{go}"},
+        {"generation": 0, "replica": 0, "rank": 0, "when": 5, "what": f"hold:{go}"},
     ]
 
     def lose_server(job: Replicas, replica: int, event: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def test_a_lost_server_is_replaced(runner: Runner, settings: Settings) -> None:
     """A server is replaced without a restart of ranks, without replicas too."""
     environment = {**settings.environment, "BYTEPS_REPLACE_SERVERS_S": "300"}
     there = Runner(runner.pool, replace(settings, environment=environment), runner.folder)
-    case = replace(CASES["server"], title="a server is replaced", incarnations=1, blames="")
+    case = replace(CASES["server"], title="a server is replaced", generations=1, blames="")
     outcome = there.run("replaced", case)
     assert not outcome.of("failure")
     assert {step: values[0] for step, values in outcome.losses.items()} == {
@@ -392,7 +392,7 @@ def test_a_machine_is_cut_off_and_comes_back(machines: Machines, run_dir: Path) 
 
             def at(step: int, generation: int) -> bool:
                 assert driver.poll() is None, (run_dir / "driver.log").read_text()
-                done = [(s["incarnation"], s["step"]) for s in record_of_steps(folder)]
+                done = [(s["generation"], s["step"]) for s in record_of_steps(folder)]
                 return any(one >= (generation, step) for one in done)
 
             _await(lambda: at(BLINK, 0), "no steps")

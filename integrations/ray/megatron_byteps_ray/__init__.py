@@ -3,7 +3,7 @@
 =================  ==================================================================
 ``settings``       settings and limits of a job, and the places of its processes
 ``job``            the driver: generations one after the other, until training is done
-``incarnation``    a generation of the job: starts its processes, watches them, ends them
+``generation``     a generation of the job: starts its processes, watches them, ends them
 ``recovery``       the cause of its end; scheduler and servers, over all generations
 ``cluster``        a Ray cluster, and in it the actors: ranks, spares, scheduler and servers
 ``rank_actor``     actors that own a rank's process, or a ``byteps-server`` process

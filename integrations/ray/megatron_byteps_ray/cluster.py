@@ -386,11 +386,11 @@ class Metrics:
             self._gauges[name] = gauge
         gauge.set(value, tags=self._tags)
 
-    def ranks(self, ranks: int, spares: int, incarnation: int) -> None:
+    def ranks(self, ranks: int, spares: int, generation: int) -> None:
         self._recent.clear()
         self._set("ranks", "Ranks that train", ranks)
         self._set("spares", "Warm spares", spares)
-        self._set("incarnation", "Generation of the job, from 0", incarnation)
+        self._set("generation", "Generation of the job, from 0", generation)
 
     def step(self, step: dict[str, Any]) -> None:
         self._recent.append((step["time"], step["tokens"]))

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from .cluster import JobError, Metrics, Pool, Slot
-from .incarnation import Incarnation, Phases
+from .generation import Generation, Phases
 from .memory import Memory
 from .recovery import FAILED, HUNG, LEFT, LOST, End, Failure, Servers
 from .settings import Layout, Settings, metrics_of_ranks, option, write_metrics_list
@@ -40,7 +40,7 @@ class Console:
     def _opened(self, event: dict[str, Any]) -> str:
         return f"{event['actors']} actors are there, all imports done"
 
-    def _incarnation(self, event: dict[str, Any]) -> str:
+    def _generation(self, event: dict[str, Any]) -> str:
         return (
             f"generation {event['number']}: {event['ranks']} ranks on {event['nodes']} "
             f"{'machine' if event['nodes'] == 1 else 'machines'}, {event['spares']} warm spares"
@@ -55,7 +55,7 @@ class Console:
 
     def _failure(self, event: dict[str, Any]) -> str:
         failure = event["failure"]
-        lines = [f"generation {event['incarnation']} failed: {failure}"]
+        lines = [f"generation {event['generation']} failed: {failure}"]
         for end in failure.causes:
             lines += [f"  {end.who}: {line}" for line in end.lines[-12:]]
         return "\n".join(lines)
@@ -71,7 +71,7 @@ class Console:
         return f"going on with {event['ranks']} ranks instead of {event['wanted']}"
 
     def _done(self, event: dict[str, Any]) -> str:
-        count = event["incarnations"]
+        count = event["generations"]
         return f"done, after {count} {'generation' if count == 1 else 'generations'}"
 
 
@@ -88,7 +88,7 @@ Listener = Callable[[dict[str, Any]], None]
 class Job:
     """Trains on the cluster that ``ray.init`` joined.
 
-    ``listener`` is called with each event, a dict. Its ``event`` is ``opened``, ``incarnation``,
+    ``listener`` is called with each event, a dict. Its ``event`` is ``opened``, ``generation``,
     ``step``, ``failure``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
     """
 
@@ -114,7 +114,7 @@ class Job:
         self._folder = settings.folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._state_file = self._folder / "job.json"
-        self._incarnation, self._restarts, self._fruitless = 0, 0, 0
+        self._generation, self._restarts, self._fruitless = 0, 0, 0
         self._failures: list[dict[str, Any]] = []
         if settings.resume:
             self._read_state()
@@ -151,7 +151,7 @@ class Job:
                     if self._settings.profile is not None:
                         self._servers.wait_end(_WRITE_S)
                     self._write_state("done", slots)
-                    self._emit("done", incarnations=self._incarnation + 1)
+                    self._emit("done", generations=self._generation + 1)
                     return
                 if self._is_over():
                     raise JobError(f"the job is over, and this was its last failure: {failure}")
@@ -167,16 +167,16 @@ class Job:
         """Run a generation; return its failure, its steps, and the beginning of the next
         recovery."""
         self._write_state("running", slots)
-        self._metrics.ranks(len(slots), len(self.pool.spares()), self._incarnation)
+        self._metrics.ranks(len(slots), len(self.pool.spares()), self._generation)
         self._emit(
-            "incarnation",
-            number=self._incarnation,
+            "generation",
+            number=self._generation,
             ranks=len(slots),
             spares=len(self.pool.spares()),
             nodes=len({slot.facts["node"] for slot in slots}),
         )
-        life = Incarnation(
-            number=self._incarnation,
+        life = Generation(
+            number=self._generation,
             settings=self._settings,
             servers=self._servers,
             slots=slots,
@@ -202,7 +202,7 @@ class Job:
         without --load."""
         arguments = list(self._settings.arguments)
         saved = option(arguments, "--save")
-        if self._incarnation > 0 and saved and option(arguments, "--load") is None:
+        if self._generation > 0 and saved and option(arguments, "--load") is None:
             arguments += ["--load", saved]
         if self._memory is None:
             return [arguments] * len(slots)
@@ -219,10 +219,10 @@ class Job:
         """
         self._restarts += 1
         self._fruitless = 0 if steps else self._fruitless + 1
-        record = {"incarnation": self._incarnation, "time": time.time(), **failure.record()}
+        record = {"generation": self._generation, "time": time.time(), **failure.record()}
         self._failures.append(record)
         self._emit(
-            "failure", incarnation=self._incarnation, failure=failure, restarts=self._restarts
+            "failure", generation=self._generation, failure=failure, restarts=self._restarts
         )
         for end in [*failure.causes, *failure.others]:
             if end.rank is None or slots[end.rank].gone:
@@ -232,7 +232,7 @@ class Job:
             tired = slot.strikes >= _STRIKES and bool(self.pool.spares())
             if end.kind in (LOST, HUNG, LEFT) or tired:
                 self.pool.lose(slot)
-        self._incarnation += 1
+        self._generation += 1
         self._write_state("failed", slots)
         if self._fruitless >= self._settings.max_fruitless:
             raise JobError(
@@ -255,13 +255,13 @@ class Job:
         available = len(self.pool.warm())
         if available >= wanted:
             return self.pool.assign(wanted)
-        if least is not None and self._incarnation > 0:
+        if least is not None and self._generation > 0:
             ranks = self._layout.largest(min(available, wanted))
             if ranks >= least:
                 self._emit("fewer", ranks=ranks, wanted=wanted)
                 return self.pool.assign(ranks)
         self._emit("waiting", available=available, wanted=wanted)
-        limit = self._settings.limits.wait if self._incarnation else self._settings.limits.warm
+        limit = self._settings.limits.wait if self._generation else self._settings.limits.warm
         if not self.pool.wait_warm(wanted, limit):
             raise JobError(
                 f"{len(self.pool.warm())} of {wanted} ranks were ready after {limit:g} s; "
@@ -289,7 +289,7 @@ class Job:
         content = {
             "schema": SCHEMA,
             "state": state,
-            "incarnation": self._incarnation,
+            "generation": self._generation,
             "restarts": self._restarts,
             "fruitless": self._fruitless,
             "ranks": [
@@ -312,7 +312,7 @@ class Job:
         self._restarts, self._failures = content["restarts"], content["failures"]
         self._fruitless = content["fruitless"]
         # The generation that ran when the driver was lost ended with it, so it counts.
-        self._incarnation = content["incarnation"] + (content["state"] == "running")
+        self._generation = content["generation"] + (content["state"] == "running")
 
 
 def record_of_steps(folder: Path) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ _CALL_S = 120.0
 _MARKS = ("groups", "byteps", "loaded")
 
 
-class Incarnation:
+class Generation:
     """A generation: ranks from their start to the end of all of them, and the servers they use."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Incarnation:
             "WORLD_SIZE": str(len(self._slots)),
             "MASTER_ADDR": self._slots[0].facts["address"],
             "MASTER_PORT": str(port),
-            "MEGATRON_BYTEPS_INCARNATION": str(self.number),
+            "MEGATRON_BYTEPS_GENERATION": str(self.number),
         }
         started = {}
         places = [slot.facts for slot in self._slots]
@@ -318,7 +318,7 @@ class Incarnation:
 
     def _emit_step(self, rank: int, step: Mapping[str, Any]) -> None:
         own = {name: step[name] for name in ("step", "tokens", "time", "values")}
-        self._emit("step", incarnation=self.number, rank=rank, **own)
+        self._emit("step", generation=self.number, rank=rank, **own)
 
     def _mark(self, name: str, at: float | None = None) -> None:
         if self._phases is not None and not self._phases.done:
@@ -330,7 +330,7 @@ class Incarnation:
         if phases is not None:
             if self._first:
                 phases.end("step", max(self._first.values()))
-            self._emit("recovered", incarnation=self.number, phases=phases)
+            self._emit("recovered", generation=self.number, phases=phases)
 
     def _tell_draining(self) -> None:
         """Make the replica or the job leave if a machine of it is being drained."""
