@@ -23,12 +23,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.children import Spawned, end_all, last_lines
 from scripts.progress import Progress, aligned
 from scripts.trainkit.job import JobError, positive
+from scripts.trainkit.rl_steps import LOG, Loss, Step, read_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("grpo", "ppo")
@@ -63,22 +65,6 @@ _CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step, from verl's own metrics."""
-
-    number: int
-    reward: float
-    """Mean reward over the responses."""
-    kl: float
-    """KL divergence from the reference, per token."""
-    mismatch: float
-    """Largest difference of a token's probability between rollout and training."""
-    seconds: float
-    grad_norm: float
-    """Norm of the actor's gradients."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sample:
     """A prompt, and the model's response."""
 
@@ -110,34 +96,11 @@ class Outcome:
         return statistics.fmean(step.reward for step in self.steps[-EDGE:])
 
 
-def read_steps(folder: Path) -> list[Step]:
-    """Return the steps so far, of all attempts; an incomplete last line is left out."""
-    earlier = sorted(folder.glob("steps.*.jsonl"), key=lambda file: int(file.suffixes[0][1:]))
-    files = [file for file in (*earlier, folder / "steps.jsonl") if file.exists()]
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    lines = [line for text in texts for line in text.splitlines(keepends=True)]
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    # Entries without a reward are evaluations. A restarted run repeats steps.
-    found = {e["step"]: e for e in entries if "critic/score/mean" in e["data"]}
-    return [_step(found[number]) for number in sorted(found)]
-
-
-def _step(entry: dict[str, Any]) -> Step:
-    data = entry["data"]
-    return Step(
-        number=entry["step"],
-        reward=data["critic/score/mean"],
-        kl=data.get("actor/kl_loss", data.get("actor/reward_kl_penalty", 0.0)),
-        mismatch=data["training/rollout_probs_diff_max"],
-        seconds=data["timing_s/step"],
-        grad_norm=data.get("actor/grad_norm", 0.0),
-    )
-
-
 def _samples(file: Path) -> list[Sample]:
     entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
-        Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], right=e["score"] == 1)
+        # A reward model's scores are only near 0 and 1.
+        Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], right=e["score"] > 0.5)
         for e in entries
     ]
 
@@ -146,7 +109,7 @@ def read(folder: Path, backend: str) -> Outcome:
     """Return the results of a complete run."""
     numbers = sorted(int(file.stem) for file in (folder / "samples").glob("*.jsonl"))
     before, after = (_samples(folder / "samples" / f"{n}.jsonl") for n in (numbers[0], numbers[-1]))
-    log = (folder / "verl.log").read_text(encoding="utf-8", errors="replace")
+    log = (folder / LOG).read_text(encoding="utf-8", errors="replace")
     return Outcome(
         backend=backend,
         steps=read_steps(folder),
@@ -256,6 +219,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--experts", type=int, default=0, help="of each of its layers (default: 0)")
     add("--prompts", type=positive, default=16, help="of a step (default: 16)")
     add("--responses", type=positive, default=8, help="to each prompt (default: 8)")
+    add("--reward-model", action="store_true", help="a tiny model scores, on a vLLM of its own")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters (default: 0, none)")
     add("--merge", action="store_true", help="adapters are merged for vLLM")
     add("--server-optimizer", action="store_true", help="the servers keep the optimizer")
@@ -263,6 +227,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--compare", action="store_true", help="train through all-reduce too")
     add("--save-every", type=positive, default=5, metavar="STEPS", help="default: 5")
     add("--restarts", type=int, default=1, help="after a failure (default: 1)")
+    add("--spares", type=int, help="warm processes for lost ranks (default: 1 to lose one)")
+    add("--lose-actor-at", type=positive, metavar="STEP", help="kill the last rank's actor there")
     add("--seed", type=positive, default=1, help="default: 1")
     rises = (
         f"{RISE}; in fewer steps, with --lora or with --model 0; not judged in up to {EDGE} steps"
@@ -299,6 +265,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--responses {options.responses} to each of --prompts {options.prompts} cannot be "
             f"shared by {UPDATES} updates of {options.workers} ranks"
         )
+    if options.spares is None:
+        options.spares = int(options.lose_actor_at is not None)
+    if options.lose_actor_at is not None and options.lose_actor_at >= options.steps:
+        parser.error(f"--lose-actor-at {options.lose_actor_at} needs more --steps")
+    if options.spares and options.mode != "sync":
+        parser.error("--spares needs --mode sync")
+    if options.reward_model and (options.model or options.experts):
+        parser.error("--reward-model is made of the tiny model: without --model and --experts")
     if options.model and (options.layers, options.experts) != (LAYERS, 0):
         parser.error("--layers and --experts are of the tiny model: --model has its own")
     return options
@@ -330,19 +304,21 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
     folder.mkdir(parents=True)
     with Progress("rl") as bar:
         model = _model(options, bar)
+        reward_model = _reward_model(options, model, bar)
     settings = Settings(
         task=task,
         through_byteps=backend == "BytePS",
         ranks=options.workers,
         updates=UPDATES,
         model=model.resolve(),
+        reward_model=reward_model,
         questions=rl_task.write_questions(folder / "questions.parquet", task.pairs, task.ask),
         folder=folder,
         **{name: getattr(options, name) for name in SETTINGS},
     )
     print(f"{options.algorithm} through {backend}: {options.workers} ranks", flush=True)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl"]
-    command += ["--restarts", str(options.restarts)]
+    command += ["--restarts", str(options.restarts), "--spares", str(options.spares)]
     command += ["--", *settings.overrides(), *options.overrides]
     variables = {**os.environ, **settings.environment()}
     variables["BYTEPS_EMBEDDED_SERVERS"] = str(options.servers)
@@ -352,15 +328,17 @@ def train(options: argparse.Namespace, *, backend: str) -> Outcome:
         with Progress("rl", total=options.steps) as bar:
             bar.update("the ranks and vLLM start, and import torch, Megatron and verl")
             show = _shower(bar, options.steps)
+            loss = Loss(folder, options.lose_actor_at, partial(bar.say, stream=sys.stdout))
             while process.running and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 show(folder)
+                loss.look()
             show(folder)
     finally:
         end_all([process], _GRACE_S)
     end = "was ended after an hour" if time.monotonic() >= deadline else "failed"
     if process.status != 0:
-        log = last_lines(folder / "verl.log", 60)
+        log = last_lines(folder / LOG, 60)
         raise JobError(f"the job {end} (exit status {process.status})\n{log}")
     outcome = read(folder, backend)
     if len(outcome.steps) != options.steps:
@@ -386,6 +364,17 @@ def _model(options: argparse.Namespace, bar: Progress) -> Path:
     kind = {"layers": options.layers, "experts": options.experts}
     base = options.data_cache / f"rl-base-{options.layers}-{options.experts}"
     return rl_task.make_model(base, options.seed, **kind)
+
+
+def _reward_model(options: argparse.Namespace, base: Path, bar: Progress) -> Path | None:
+    """Return the folder of the reward model; None: there is none."""
+    if not options.reward_model:
+        return None
+    from scripts.trainkit import rl_reward_model
+
+    bar.update("the reward model is taught to tell right sums")
+    folder = options.data_cache / f"rl-reward-{options.layers}"
+    return rl_reward_model.make_reward_model(folder, base, options.seed).resolve()
 
 
 def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
@@ -433,8 +422,10 @@ def _complaint(options: argparse.Namespace) -> str:
     """Return the reason why this cannot run here; empty if it can."""
     if missing := [name for name in ("megatron_byteps_rl", *NEEDED) if _missing(name)]:
         return f"{', '.join(missing)}: not installed here; use `make rl`"
-    if options.device == "cuda" and options.workers > _gpus():
-        return f"{options.workers} ranks need {options.workers} GPUs, and torch sees {_gpus()}"
+    gpus = options.workers + options.reward_model
+    if options.device == "cuda" and gpus > _gpus():
+        scorer = " and a reward model" if options.reward_model else ""
+        return f"{options.workers} ranks{scorer} need {gpus} GPUs, and torch sees {_gpus()}"
     return ""
 
 

@@ -138,6 +138,9 @@ class Settings:
     seed: int = 1
     model: Path
     """Folder of a Hugging Face model."""
+    reward_model: Path | None = None
+    """Folder of a model with one output, which scores responses on a vLLM of its own; None: a
+    function scores them."""
     questions: Path
     """Parquet file of prompts."""
     folder: Path
@@ -170,7 +173,7 @@ class Settings:
 
     def overrides(self) -> list[str]:
         """Return the arguments of ``python -m verl.trainer.main_ppo``."""
-        values = self._algorithm() | self._rollout() | self._trainer()
+        values = self._algorithm() | self._rollout() | self._rewards() | self._trainer()
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
             megatron = f"{role}.megatron"
             values |= {
@@ -234,10 +237,29 @@ class Settings:
             "critic.ppo_micro_batch_size_per_gpu": of_update,
             "critic.model.path": self.model,
             "critic.model.use_remove_padding": False,
-            "reward.num_workers": 1,
-            "reward.custom_reward_function.path": rl_task.__file__,
-            "reward.custom_reward_function.name": task.score.__name__,
         }
+
+    def _rewards(self) -> dict[str, object]:
+        values: dict[str, object] = {"reward.num_workers": 1}
+        if self.reward_model is None:
+            function = "reward.custom_reward_function"
+            values |= {f"{function}.path": rl_task.__file__}
+            return values | {f"{function}.name": self.task.score.__name__}
+        model, rollout = "reward.reward_model", "reward.reward_model.rollout"
+        values |= {
+            f"{model}.enable": True,
+            f"{model}.model_path": self.reward_model,
+            # A GPU of its own, so that answers are scored while others are generated.
+            f"{model}.enable_resource_pool": True,
+            f"{model}.nnodes": 1,
+            f"{model}.n_gpus_per_node": 1,
+            f"{rollout}.name": "vllm",
+            f"{rollout}.tensor_model_parallel_size": 1,
+            f"{rollout}.max_model_len": self.task.prompt_tokens + self.task.response_tokens + 1,
+            f"{rollout}.prompt_length": self.task.prompt_tokens,
+            f"{rollout}.response_length": self.task.response_tokens,
+        }
+        return values | self._vllm_on_cpu(rollout, 1)
 
     def _rollout(self) -> dict[str, object]:
         rollout = "actor_rollout_ref.rollout"
@@ -253,20 +275,26 @@ class Settings:
             f"{rollout}.agent.num_workers": 1,
             f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": self.task.bucket_mib,
         }
-        if self.device == "cpu":
-            values |= {
-                # vLLM cannot release memory on a CPU.
-                f"{rollout}.free_cache_engine": False,
-                f"+{rollout}.enable_sleep_mode": False,
-                f"+{rollout}.engine_kwargs.vllm.worker_extension_cls": EXTENSION,
-            }
-            if self.rollout_tensor == 1:
-                # vLLM runs in the engine's own process, so no shared memory can be left behind.
-                values[f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
+        return values | self._vllm_on_cpu(rollout, self.rollout_tensor)
+
+    def _vllm_on_cpu(self, rollout: str, tensor: int) -> dict[str, object]:
+        """Return what a vLLM of ``tensor`` ranks needs on a CPU; nothing on a GPU."""
+        if self.device != "cpu":
+            return {}
+        values: dict[str, object] = {
+            # vLLM cannot release memory on a CPU.
+            f"{rollout}.free_cache_engine": False,
+            f"+{rollout}.enable_sleep_mode": False,
+            f"+{rollout}.engine_kwargs.vllm.worker_extension_cls": EXTENSION,
+        }
+        if tensor == 1:
+            # vLLM runs in the engine's own process, so no shared memory can be left behind.
+            values[f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
         return values
 
     def _trainer(self) -> dict[str, object]:
         ray = "ray_kwargs.ray_init"
+        gpus = self.ranks + (self.reward_model is not None)
         return {
             "trainer.use_v1": True,
             "trainer.v1.trainer_mode": self.mode,
@@ -286,8 +314,8 @@ class Settings:
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
             f"+{ray}.address": "local",  # Not a cluster that happens to run here.
             # Number of CPUs that verl's processes request; they share cores.
-            f"{ray}.num_cpus": self.ranks * 3 + 8,
-            f"+{ray}.num_gpus": self.ranks,
+            f"{ray}.num_cpus": gpus * 3 + 8,
+            f"+{ray}.num_gpus": gpus,
             f"+{ray}.include_dashboard": False,
             f"+{ray}._node_ip_address": "127.0.0.1",
             f"+{ray}.object_store_memory": 200 << 20,

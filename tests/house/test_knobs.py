@@ -41,7 +41,9 @@ _READERS = {
     "Megatron-LM/megatron/core/distributed/dpu_reduce/replica_refusals.py": "without byteps, too",
     "Megatron-LM/megatron/training/cpu_platform.py": "MEGATRON_CPU, without byteps, too",
     "integrations/rl/megatron_byteps_rl/engines.py": "variables of verl and CUDA",
+    "integrations/rl/megatron_byteps_rl/metrics_file.py": "variables of verl",
     "integrations/rl/megatron_byteps_rl/plugin.py": "variables of verl",
+    "integrations/rl/megatron_byteps_rl/warm_worker.py": "variables of verl and CUDA",
 }
 """Files that read or set variables of this process, and the reason why the table cannot."""
 _LAUNCHERS = re.compile(

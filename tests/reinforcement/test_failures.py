@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import zmq
 from megatron_byteps_rl import __main__ as runs
 from megatron_byteps_rl import attempt, rollout
 from megatron_byteps_rl.__main__ import LATEST
+from megatron_byteps_rl.metrics_file import keep_metrics
 from scripts import rl
 from scripts.children import Spawned, end_all, last_lines
 from scripts.trainkit import rl_task
@@ -125,7 +127,9 @@ def test_actors_that_died_of_themselves_are_named() -> None:
         "c": actor("UNSPECIFIED", ""),
         "d": actor("WORKER_DIED", "", state="ALIVE"),
     }
-    assert attempt.unwanted(some) == ["actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"]
+    assert attempt.unwanted(some) == {
+        "a": "actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"
+    }
 
 
 @pytest.mark.parametrize("prefix", ["psm", "vllm_dist"])
@@ -149,6 +153,11 @@ def test_shared_memory_that_nobody_has_is_removed(prefix: str) -> None:
     ("arguments", "message"),
     [
         (["--restarts", "-1"], "--restarts -1 is below 0"),
+        (["--spares", "-1"], "--spares -1 is below 0"),
+        (
+            ["--spares", "1", "trainer.v1.trainer_mode=colocate_async"],
+            "--spares needs trainer.v1.trainer_mode=sync, not colocate_async",
+        ),
         (["--restarts", "1", "trainer.save_freq=-1"], "needs trainer.save_freq=STEPS"),
         (["--restarts", "1", "trainer.save_freq=2"], "needs trainer.default_local_dir=FOLDER"),
         (
@@ -188,15 +197,14 @@ def test_what_earlier_attempts_logged_is_kept(
 ) -> None:
     monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
-    overrides = ["trainer.project_name=sums", "trainer.experiment_name=steps"]
     file = tmp_path / "sums/steps.jsonl"
     file.parent.mkdir()
     for number, text in enumerate(["", "first", "second"]):
-        runs.keep_metrics(overrides)
+        keep_metrics("sums", "steps")
         file.write_text(text)
         assert len(list(file.parent.iterdir())) == max(number, 1)  # an empty file is not kept
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(file))
-    runs.keep_metrics([])
+    keep_metrics("other", "name")
     kept = {one.name: one.read_text() for one in file.parent.iterdir()}
     assert kept == {"steps.1.jsonl": "first", "steps.2.jsonl": "second"}
 
@@ -290,6 +298,33 @@ def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: P
     assert saved.read_text().strip() == str(STEPS)
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
     assert not left
+
+
+@pytest.mark.timeout(1800)
+def test_a_spare_replaces_a_lost_rank_of_five_roles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PPO with actor, critic, reference, rollout and verl's reward model."""
+    options = ["--algorithm", "ppo", "--reward-model", "--steps", str(STEPS), "--rise=-1"]
+    options += ["--save-every", "1", "--lose-actor-at", "2", "--restarts", "0"]
+    options += ["--prompts", "4", "--responses", "4", "--out", str(tmp_path)]
+    status = rl.main(options)
+    said, folder = capsys.readouterr().out, tmp_path / "ppo-byteps"
+    assert status == 0, said
+    log = (folder / "verl.log").read_text()
+    before, after = (
+        json.loads(one) for one in re.findall(r"ranks are processes (\[[\d, ]+\])", log)
+    )
+    # The other rank's process is the same one.
+    assert len(before) == len(after) == 2
+    assert before[0] == after[0] and before[1] != after[1]
+    assert f"rank 1 (process {before[1]}) was lost; a spare (process {after[1]}) took" in log
+    assert "the next step is done" in said
+    assert [step.number for step in rl.read_steps(folder)] == [1, 2, 3, 4]
+    # A function would score 0 or 1.
+    samples = (folder / "samples" / "1.jsonl").read_text().splitlines()
+    scores = [json.loads(line)["score"] for line in samples]
+    assert len(scores) == 16 and any(score not in (0.0, 1.0) for score in scores)
 
 
 @pytest.mark.thorough

@@ -178,6 +178,9 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         (["--mode", "late"], "invalid choice: 'late'"),
         (["--prompts", "3"], "--prompts 3 cannot be shared by 2 updates of 2 ranks"),
         (["--model", "mine", "--layers", "4"], "--model has its own"),
+        (["--model", "mine", "--reward-model"], "--reward-model is made of the tiny model"),
+        (["--lose-actor-at", "4", "--steps", "4"], "--lose-actor-at 4 needs more --steps"),
+        (["--spares", "1", "--mode", "colocate_async"], "--spares needs --mode sync"),
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,9 +221,7 @@ class Job:
         self._fruitless = 0 if steps else self._fruitless + 1
         record = {"generation": self._generation, "time": time.time(), **failure.record()}
         self._failures.append(record)
-        self._emit(
-            "failure", generation=self._generation, failure=failure, restarts=self._restarts
-        )
+        self._emit("failure", generation=self._generation, failure=failure, restarts=self._restarts)
         for end in [*failure.causes, *failure.others]:
             if end.rank is None or slots[end.rank].gone:
                 continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from .metrics_file import keep_metrics
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 30.0
@@ -31,13 +32,24 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         help="begin again up to N times without a new checkpoint between them (default: 0); needs "
         "trainer.save_freq and trainer.default_local_dir among the overrides",
     )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="warm processes that take the places of lost ranks, with the synchronous trainer; the "
+        "other processes stay (default: 0)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="of verl's trainer")
     options, others = parser.parse_known_args(arguments)
     overrides = [*others, *options.overrides]
-    if options.restarts < 0:
-        parser.error(f"--restarts {options.restarts} is below 0")
+    for name in ("restarts", "spares"):
+        if (number := getattr(options, name)) < 0:
+            parser.error(f"--{name} {number} is below 0")
+    given = values(overrides)
+    if options.spares and (mode := given.get("trainer.v1.trainer_mode", "sync")) != "sync":
+        parser.error(f"--spares needs trainer.v1.trainer_mode=sync, not {mode}")
     if options.restarts:
-        given = values(overrides)
         frequency = given.get("trainer.save_freq", "")
         if not frequency.isdigit() or int(frequency) == 0:
             parser.error("--restarts needs trainer.save_freq=STEPS: a run goes on from checkpoints")
@@ -52,19 +64,6 @@ def values(overrides: Sequence[str]) -> dict[str, str]:
     """Return the values that these overrides set, by name; the last of several counts."""
     pairs = (one.partition("=") for one in overrides if "=" in one)
     return {name.lstrip("+"): value for name, _, value in pairs}
-
-
-def keep_metrics(overrides: Sequence[str]) -> None:
-    """Rename the file of verl's file logger to ``NAME.1.jsonl``, ``NAME.2.jsonl`` and so on: verl
-    empties its file when a run begins."""
-    given, variables = values(overrides), os.environ
-    project = given.get("trainer.project_name", "verl_examples")
-    name = given.get("trainer.experiment_name", "gsm8k")
-    root = Path(variables.get("VERL_FILE_LOGGER_ROOT", "."), project, f"{name}.jsonl")
-    file = Path(variables.get("VERL_FILE_LOGGER_PATH", root))
-    if file.is_file() and file.stat().st_size:
-        names = (file.with_suffix(f".{number}{file.suffix}") for number in itertools.count(1))
-        file.rename(next(other for other in names if not other.exists()))
 
 
 def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
@@ -82,12 +81,17 @@ def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int)
     return status
 
 
-def _run(overrides: Sequence[str]) -> int:
+def _run(overrides: Sequence[str], spares: int) -> int:
     """Make one attempt, and return its exit status; -N: it was ended by signal N. All its processes
     have ended by then."""
     began = time.time()
-    keep_metrics(overrides)
-    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.attempt", *overrides]
+    given = values(overrides)
+    keep_metrics(
+        given.get("trainer.project_name", "verl_examples"),
+        given.get("trainer.experiment_name", "gsm8k"),
+    )
+    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.attempt", str(spares)]
+    command += overrides
     process = subprocess.Popen(command, start_new_session=True)
 
     def forward(number: int, frame: object) -> None:
@@ -174,7 +178,7 @@ def main() -> int:
         return file.read_text(encoding="utf-8").strip() if file and file.is_file() else ""
 
     try:
-        return repeat(lambda: _run(overrides), checkpoint, options.restarts)
+        return repeat(lambda: _run(overrides, options.spares), checkpoint, options.restarts)
     except KeyboardInterrupt:
         return 130
 

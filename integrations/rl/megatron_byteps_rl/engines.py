@@ -13,6 +13,9 @@ from verl.utils.distributed import initialize_global_process_group_ray
 VENDOR = "local"
 """Value of ``VERL_ENGINE_VENDOR`` with which verl uses these engines."""
 
+SPARE = "MEGATRON_BYTEPS_RL_SPARE"
+"""Variable of a process that imports everything and waits until it replaces a lost rank."""
+
 # Features that Megatron and its bridge would take from Transformer Engine and Apex.
 _FUSED = (
     *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion"),
@@ -45,12 +48,11 @@ def are_wanted() -> bool:
 _prepared = False
 
 
-def prepare() -> None:
+def prepare(*, joins: bool = True) -> None:
     """Make this process a worker with these engines, once, before verl imports its own.
 
-    Joins the process group of the environment: over gloo, and NCCL for GPUs. A rank takes the GPU
-    of its local rank among the visible GPUs. Raises RuntimeError if it cannot join, or if no GPU is
-    visible but needed.
+    Args:
+        joins: also :func:`join`.
     """
     global _prepared
     if _prepared:
@@ -69,13 +71,22 @@ def prepare() -> None:
         cpu_platform.install()
         cpu_layers.allow_sequence_parallel()
         cpu_layers.allow_context_parallel()
+    if joins:
+        join()
+    keep_parameters()
+    register()
+
+
+def join() -> None:
+    """Join the process group of the environment: over gloo, and NCCL for GPUs. A rank takes the GPU
+    of its local rank among the visible GPUs. Raises RuntimeError if it cannot join, or if no GPU is
+    visible but needed."""
+    if get_device_name() == "cpu":
         # verl would name gloo twice, for the CPU and for the device, which torch refuses.
         initialize_global_process_group_ray(backend="gloo")
     else:
         take_gpu()
         initialize_global_process_group_ray()
-    keep_parameters()
-    register()
 
 
 def keep_parameters() -> None:

@@ -16,4 +16,4 @@ if os.environ.get("VERL_PLATFORM") == "cpu":
 rollout.register()
 # The engines are prepared only in the ranks of verl's worker groups.
 if os.environ.get("WG_BACKEND") == "ray" and engines.are_wanted():
-    engines.prepare()
+    engines.prepare(joins=engines.SPARE not in os.environ)

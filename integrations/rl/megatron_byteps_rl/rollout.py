@@ -94,7 +94,13 @@ def _make_adapter() -> type:
 
 
 def _make_replica() -> type:
+    from verl.experimental.reward_loop import reward_loop
     from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    # verl starts the workers that ask a reward model after the model's replicas.
+    from .rewards import Worker
+
+    reward_loop.RewardLoopWorker = Worker
 
     class Server(vllm_async_server.vLLMHttpServer):
         """verl's vLLM server."""
