@@ -81,7 +81,7 @@ def test_a_receiver_that_returns_without_an_answer_is_an_error(
 ) -> None:
     call = _receiving(monkeypatch, None)
     monkeypatch.setattr(rollout, "_LATE_S", 0.0)
-    with pytest.raises(rollout.WeightUpdateError, match="did not say so"):
+    with pytest.raises(rollout.WeightUpdateError, match="no confirmation"):
         rollout._Socket(sockets[0], call).recv()
 
 
