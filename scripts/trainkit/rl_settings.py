@@ -56,7 +56,7 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Sums to ask for, and training settings for a model."""
+    """The sums that a model has to learn, and settings for its training."""
 
     score: Callable[..., float]
     """The reward function; verl imports its file."""

@@ -327,7 +327,7 @@ class LocalSteps:
         sizes = [len(outer) for outer in state["outer"]]
         mine = [fragment.outer.numel() for fragment in self._fragments]
         if sizes != mine:
-            raise ValueError(f"the outer state is of fragments of {sizes} values, not {mine}")
+            raise ValueError(f"the saved state has fragments of {sizes} values, not {mine}")
         self.steps = state["steps"]
         saved = zip(self._fragments, state["outer"], state["momentum"], strict=True)
         for fragment, outer, momentum in saved:

@@ -105,8 +105,8 @@ def first_failure(text: str) -> str:
 
 
 def error_of(lines: Sequence[str]) -> list[str]:
-    """Return the first traceback of a rank: its exception has caused the others. Without a
-    traceback return the last lines that are not log lines of BytePS or torchrun."""
+    """Return the first traceback of a rank, since later ones are consequences. Without a traceback,
+    return the last lines that are not log lines of BytePS or torchrun."""
     # torchrun prints this line when its ranks have ended, and then a traceback of its own.
     lines = list(itertools.takewhile(lambda line: "] failed (exitcode: " not in line, lines))
     begins = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]

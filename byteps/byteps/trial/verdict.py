@@ -61,7 +61,7 @@ def launch_text(report: Message) -> str:
 
 
 def table(plain: Side, ours: Side, steps: int) -> str:
-    """Return a table of times and losses of both kinds."""
+    """Return a table of times and losses: of the plain launches, and of those through servers."""
     rows = [("", "ms per step", "(min..max of launches)", f"loss after {steps} steps")]
     for side in (plain, ours):
         times, losses = [f"{1000 * one:.1f}" for one in sorted(side.medians)], side.losses
