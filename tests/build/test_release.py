@@ -89,7 +89,7 @@ def test_bill_of_materials(files: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bill_leaves_nothing_out(files: Path, tmp_path: Path) -> None:
     (files / "other.zip").touch()
-    assert "other.zip: not known what is in it" in _write(files, tmp_path / "bill.json")
+    assert "other.zip: no rule here says what" in _write(files, tmp_path / "bill.json")
 
 
 def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:

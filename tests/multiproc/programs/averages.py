@@ -107,7 +107,7 @@ def as_ddp_on_servers(job: Job) -> None:
     kept.close()
     model[0].requires_grad_(False)
     run = run_through(job, Served("frozen"))
-    wanted_error = "parameter 0 of group 0 needs a gradient, and needed none"
+    wanted_error = "parameter 0 of group 0 needs a gradient now, but not when"
     _, optimizer = run.interface.wrap(model, sgd(model))
     train(run, model, optimizer, range(2))
     model[0].requires_grad_(True)
@@ -236,7 +236,7 @@ def failed_pass(job: Job) -> None:
         next(model.parameters()).register_hook(fail)
         with job.check_raises("a pass that raises", RuntimeError, "out of memory"):
             loss.backward()
-        with job.check_raises("a step after it", bps.BytePSError, "cannot be taken back"):
+        with job.check_raises("a step after it", bps.BytePSError, "Other ranks may have received"):
             optimizer.step()
         with job.check_raises("a pass after it", bps.BytePSError, "computed again while"):
             loss_of(model, inputs(run, 1)).backward()
