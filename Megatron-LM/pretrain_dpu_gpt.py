@@ -188,7 +188,10 @@ class StepRecorder:
         for model in self._models:
             for name, parameter in sorted(model.named_parameters()):
                 digest.update(name.encode())
-                data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                data = parameter.detach()
+                if hasattr(data, "to_local"):  # FSDP2: of its shard.
+                    data = data.to_local()
+                data = data.cpu().contiguous().view(-1).view(torch.uint8)
                 digest.update(data.numpy().tobytes())
         self._write({"parameters_sha256": digest.hexdigest(), "gpu_bytes": gpu_bytes})
         assert self._file is not None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pretrain_dpu_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -29,7 +30,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
+from torch.distributed.device_mesh import DeviceMesh
 
+from scripts.trainkit.job import read_record
 from tests.layouts.gpt.layout import RankSeen
 from tests.layouts.gpt.rank import run
 from tests.layouts.job import LIMIT_S
@@ -62,6 +65,21 @@ def train(
         _write_later(folder)
     broken_by = faults.BREAKS[broken] if broken else None
     return run([*MODEL, *_through_servers(arguments)], broken=broken_by)
+
+
+def train_with_torch_fsdp2(
+    folder: Path, arguments: Sequence[str], environment: dict[str, str]
+) -> list[float]:
+    """Run Megatron's training loop with FSDP2 on the CPU, where Megatron asks for GPUs. Return the
+    loss of each step."""
+    of_gpus = DeviceMesh.from_group
+    setattr(DeviceMesh, "from_group", lambda group, _: of_gpus(group, "cpu"))  # noqa: B010
+    record = folder / "steps.jsonl"
+    sys.argv = ["pretrain_dpu_gpt.py", *MODEL, *arguments, "--record-steps", str(record)]
+    sys.argv += ["--use-torch-fsdp2", "--untie-embeddings-and-output-weights"]
+    sys.argv += ["--ckpt-format", "torch_dist", "--distributed-backend", "gloo"]
+    pretrain_dpu_gpt.main()
+    return [step.loss for step in read_record(record).steps]
 
 
 def _write_later(folder: Path) -> None:

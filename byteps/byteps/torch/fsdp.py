@@ -80,6 +80,11 @@ def _demand(like: str, given: str, known: Sequence[str]) -> None:
         raise ValueError(f"{given!r} is no type such as {like!r}: it can be {', '.join(known)}")
 
 
+def is_asked() -> bool:
+    """Return whether BYTEPS_FSDP_DTYPES is set."""
+    return c_lib.is_set("BYTEPS_FSDP_DTYPES")
+
+
 def install() -> None:
     """Apply BYTEPS_FSDP_DTYPES to all FSDP2 modules of this process. A second call does nothing.
 
@@ -88,7 +93,7 @@ def install() -> None:
     Raises:
         BytePSError: torch is too old for this; the text names its version.
     """
-    if not c_lib.is_set("BYTEPS_FSDP_DTYPES"):
+    if not is_asked():
         with contextlib.suppress(session.BytePSError):  # the advice would be of no use
             replace_method(_natives()[0], "__call__", _advise)
         return

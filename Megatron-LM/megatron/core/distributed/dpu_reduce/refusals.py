@@ -254,7 +254,10 @@ def validate_args(args: Namespace) -> None:
     bytepslib.load()
     if getattr(args, "use_torch_fsdp2", False):
         # The DDP config of torch FSDP2 has none of this package's fields, so no wrapper logs this.
-        _say_that_collectives_stay("torch FSDP2", getattr(args, "rank", 0))
+        if bytepslib.fsdp.is_asked():
+            bytepslib.fsdp.install()
+        else:
+            _say_that_collectives_stay(_FSDP2, getattr(args, "rank", 0))
 
 
 def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
@@ -316,6 +319,8 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
 
 REPLICATED = "Megatron-FSDP"
 """The wrapper that may all-reduce its shards over replicas."""
+_FSDP2, _FSDP2_DTYPES = "torch FSDP2", "BYTEPS_FSDP_DTYPES"
+_FSDP2_HINT = f". {_FSDP2_DTYPES}=int8 on all hosts sends them in few bits"
 
 
 def has_replicas(source: Any) -> bool:
@@ -338,7 +343,7 @@ def left_by(wrapper: str, source: Any) -> str:
         )
     return (
         f"{wrapper} reduces all gradients by itself: they stay with torch.distributed, and nothing "
-        "is gained"
+        f"is gained{_FSDP2_HINT if wrapper == _FSDP2 else ''}"
     )
 
 
@@ -347,6 +352,8 @@ def _say_that_collectives_stay(wrapper: str, rank: int, replicas: int = 1) -> No
     if rank != 0:
         return
     rest = "all of them stay with torch.distributed, and no server is used"
+    if wrapper == _FSDP2:
+        rest += _FSDP2_HINT
     if replicas > 1:
         rest = (
             f"these stay with torch.distributed. The all-reduce over {replicas} replicas goes "
