@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    # Lets type checkers check uses of these modules.
+    # These imports are for type checkers only.
     import byteps.torch as byteps
     from byteps import forecast
     from byteps.torch import (
