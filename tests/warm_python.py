@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -132,6 +133,7 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     sys.path[:0] = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr] # a real file
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # the default, not that of the parent
     status = 0
     try:
         _run(request["words"])

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -143,6 +143,18 @@ def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
         _started_for = platform
         _CONTEXT.set_forkserver_preload(list(platform.preloaded or modules))
         forkserver.ensure_running()
+
+
+@contextmanager
+def forked(function: Callable[..., None], *arguments: object) -> Iterator[None]:
+    """Run a function in a process of the fork server, which runs, until the context ends."""
+    process = _CONTEXT.Process(target=function, args=arguments)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 @dataclass

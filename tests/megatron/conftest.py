@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from scripts.prepare_data import Dataset
-from tests.layouts.job import Job, data_arguments, start_fork_server, tiny_dataset
+from tests import warm_python as warm
+from tests.layouts.job import Job, data_arguments, forked, start_fork_server, tiny_dataset
 from tests.megatron.training_jobs import Trained
 
 HERE = Path(__file__).parent
@@ -32,6 +33,14 @@ def tree() -> Path:
 def fork_server(tree: Path) -> None:
     """Imports torch and Megatron once for all ranks of all jobs."""
     start_fork_server(["tests.layouts.warm", "tests.megatron.rank_programs"])
+
+
+@pytest.fixture(scope="session")
+def warm_python(fork_server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A python that need not import Megatron (warm_python.py)."""
+    path, address = warm.install(tmp_path_factory.mktemp("warm"))
+    with forked(warm.serve, warm.listen(address)):
+        yield str(path)
 
 
 @pytest.fixture(scope="session")

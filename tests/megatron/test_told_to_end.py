@@ -48,7 +48,12 @@ def short_folder() -> Iterator[Path]:
     ],
 )
 def test_a_checkpoint_is_saved(
-    scripted: Scripted, tree: Path, short_folder: Path, words: tuple[str, ...], is_embedded: bool
+    scripted: Scripted,
+    tree: Path,
+    short_folder: Path,
+    warm_python: str,
+    words: tuple[str, ...],
+    is_embedded: bool,
 ) -> None:
     """Scheduler and servers wait for the checkpoint, and with --dpu-optimizer for their own
     state."""
@@ -58,6 +63,7 @@ def test_a_checkpoint_is_saved(
     # Sockets of Megatron's writers are in TMPDIR, and a socket's path must be short.
     env = {
         "MEGATRON_CPU": "1",
+        "PYTHON_EXEC": warm_python,
         "PYTHONPATH": str(tree),
         "PYTHONWARNINGS": "ignore",
         "TMPDIR": str(short_folder),

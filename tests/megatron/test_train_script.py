@@ -45,11 +45,11 @@ def _environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "MEGATRON_CPU": "1"}
 
 
-def test_train_and_compare(tree: Path, run_dir: Path) -> None:
+def test_train_and_compare(tree: Path, run_dir: Path, warm_python: str) -> None:
     run = captured(
         [*_command(tree, run_dir, "--steps", "6", "--compare"), "--", *SMALL],
         LIMIT_S,
-        env=_environment(tree),
+        env={**_environment(tree), "PYTHON_EXEC": warm_python},
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "largest difference of the loss over 6 steps: 0.0; final parameters: the same" in (
