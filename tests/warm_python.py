@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -136,6 +137,8 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     multiprocessing.set_start_method(None, force=True)  # the default, not that of the parent
     status = 0
     try:
+        # torch calls it at the end of its import, which it must not be part of.
+        importlib.import_module("byteps.c10d_plugin").autoload()
         _run(request["words"])
     except SystemExit as stop:
         if isinstance(stop.code, str):

@@ -16,7 +16,7 @@ STEPS = 3
 LIMIT_S = 500.0
 
 
-def _losses(tree: Path, **settings: str) -> tuple[list[str], str]:
+def _losses(tree: Path, python: str, **settings: str) -> tuple[list[str], str]:
     """Printed values, and the whole output."""
     words = ["--nproc-per-node", "2", "--", "--tensor-model-parallel-size", "2"]
     # All-reduces of 128 KiB: shorter ones stay with gloo.
@@ -24,7 +24,7 @@ def _losses(tree: Path, **settings: str) -> tuple[list[str], str]:
     words += ["--train-iters", str(STEPS)]
     path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "SIZE": "tiny", **settings}
-    environment |= {"PROGRAM": str(tree / "pretrain_dpu_gpt.py")}
+    environment |= {"PROGRAM": str(tree / "pretrain_dpu_gpt.py"), "PYTHON_EXEC": python}
     run = captured([EXAMPLE, *words], LIMIT_S, env=environment)
     said = run.stdout + run.stderr
     assert run.returncode == 0, said
@@ -34,10 +34,10 @@ def _losses(tree: Path, **settings: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_sums_have_gloo_s_bits(tree: Path) -> None:
-    ours, said = _losses(tree, BYTEPS_C10D="1", BYTEPS_C10D_BACKEND="flat")
+def test_tensor_parallel_sums_have_gloo_s_bits(tree: Path, warm_python: str) -> None:
+    ours, said = _losses(tree, warm_python, BYTEPS_C10D="1", BYTEPS_C10D_BACKEND="flat")
     assert re.search(r"all-reduces of bfloat16 over 2 ranks on 1 host\(s\): BytePS flat", said), (
         said
     )
-    theirs, _ = _losses(tree)
+    theirs, _ = _losses(tree, warm_python)
     assert ours == theirs

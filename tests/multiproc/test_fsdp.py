@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster]) -> None:
         assert re.search(r"BytePSError: .*server", worker.text), worker.text
 
 
-def test_a_script_that_knows_nothing(run_dir: Path) -> None:
+def test_a_script_that_knows_nothing(run_dir: Path, warm_python: str) -> None:
     """Environment variables alone send the script's sums through servers, which start with the job.
     The script learns nearly the same as over gloo. Rank 0 reports the type in which gradients
     travel, or that they do not use the servers."""
@@ -94,10 +93,10 @@ def test_a_script_that_knows_nothing(run_dir: Path) -> None:
             "BYTEPS_FSDP_DTYPES": "int8,int8",
         },
     }.items():
-        env = {**clean_environment(run_dir), **variables}
+        env = {**clean_environment(run_dir), **variables, "PYTHON_EXEC": warm_python}
         del env["BYTEPS_SECRET"]
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        job = Spawned(name, [sys.executable, *words, str(script)], env, run_dir)
+        job = Spawned(name, [warm_python, *words, str(script)], env, run_dir)
         assert job.wait(RUN_S) == 0, job.text
         found = re.findall(r"^sum (\S+)$", job.text, re.MULTILINE)
         assert len(set(found)) == 1, job.text
