@@ -81,12 +81,13 @@ def test_the_example_gains_through_servers(tree: Path) -> None:
     assert "change nothing: what runs is 1.50 x as fast as plain Megatron" in run.stdout
 
 
-def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path) -> None:
+def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path, warm_python: str) -> None:
     words = ["--nproc-per-node", "2", "--", "--train-iters", "3", "--dpu-reduce-backend", "flat"]
     words += ["--tensorboard-dir", str(run_dir), "--wandb-project", "a", "--wandb-exp-name", "b"]
     words += ["--wandb-save-dir", str(run_dir)]
     program, trained = ROOT / "tests/megatron/with_writers.py", tree / "pretrain_dpu_gpt.py"
-    run = _example(tree, *words, SIZE="tiny", PROGRAM=str(program), TRAINED_PROGRAM=str(trained))
+    programs = {"PROGRAM": str(program), "TRAINED_PROGRAM": str(trained)}
+    run = _example(tree, *words, SIZE="tiny", PYTHON_EXEC=warm_python, **programs)
     assert run.returncode == 0, run.stdout + run.stderr
     said = run.stdout + run.stderr
     assert re.search(r"BytePS flat .* yes: asked for", said), said

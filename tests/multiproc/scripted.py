@@ -55,14 +55,17 @@ class Scripted:
     """A cluster started by the three scripts; all its processes have a mark in their
     environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder = folder
+        self.python = python
+        """Python of the ranks."""
         self.mark = uuid.uuid4().hex
         self.port = 0
         self.started: list[Spawned] = []
 
     def start(self, role: str, *arguments: str, env: Mapping[str, str] | None = None) -> Spawned:
-        full = {**environment(self.folder), MARK: self.mark, **(env or {})}
+        own = {MARK: self.mark, "PYTHON_EXEC": self.python}
+        full = {**environment(self.folder), **own, **(env or {})}
         command = ["bash", str(SCRIPTS / f"{role}.sh"), *arguments]
         title = f"{role} script {len(self.started)}"
         self.started.append(Spawned(title, command, full, self.folder))
@@ -126,8 +129,8 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted(run_dir: Path) -> Iterator[Scripted]:
-    made = Scripted(run_dir)
+def scripted(run_dir: Path, warm_python: str) -> Iterator[Scripted]:
+    made = Scripted(run_dir, warm_python)
     yield made
     made.close()
 

@@ -213,7 +213,6 @@ def test_two_hosts_on_one_machine(job: Started) -> None:
     for line, _ in lines:
         variables, _, words = line.partition(" torchrun ")
         env = dict(one.split("=") for one in f"{exported} {variables}".split())
-        env["PYTHON_EXEC"] = sys.executable  # BYTEPS_C10D acts at the import of torch
         words = [*words.split(), "--master-port", port, str(program)]
         launchers.append(job.start_words(words, env=env))
     for launcher in launchers:
