@@ -24,6 +24,7 @@ from scripts.children import captured
 from scripts.prepare_data import DataError, prepare, tokens_of
 from tests.layouts.hugging_face.runs import (
     ADAPTER,
+    KINDS,
     LAYOUTS,
     STEPS,
     Layout,
@@ -95,13 +96,29 @@ def test_recomputed_layers_give_adapters_their_gradients(
     assert len(unmended.without_gradient) == 4 * 4 * 2
 
 
-def test_adapters_on_experts_of_several_ranks_are_refused(
-    run_dir: Path, models: Path, data: list[str]
+@pytest.mark.parametrize("layout", KINDS, ids=lambda layout: layout.name)
+def test_kinds_of_adapters(layout: Layout, run_dir: Path, models: Path, data: list[str]) -> None:
+    outcome = compare(layout, run_dir / "jobs", models, data, lora=True)
+    assert not outcome.problems()
+    assert outcome.trained < 0.5
+    # Adapters on experts of several ranks are merged, not written for peft.
+    assert (outcome.adapter_logits is None) == (layout.ep > 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("dp2-experts", "--lora-kind dora has no adapters on experts"),
+        ("tp2-dp2", "--lora-kind dora needs --tensor-model-parallel-size 1"),
+    ],
+)
+def test_dora_where_it_would_be_wrong_is_refused(
+    layout: str, message: str, run_dir: Path, models: Path, data: list[str]
 ) -> None:
-    layout = replace(named(LAYOUTS, ["ep2"])[0], extra=("--lora-targets", "linear_fc1"))
-    model = make_model(layout.model, models)
-    job = train(layout, model, run_dir / "job", data, lora=True, through_byteps=False, fails=True)
-    assert "--lora on experts needs --expert-model-parallel-size 1" in job.logs()
+    row = replace(named(LAYOUTS, [layout])[0], extra=("--lora-kind", "dora"))
+    model = make_model(row.model, models)
+    job = train(row, model, run_dir / "job", data, lora=True, through_byteps=False, fails=True)
+    assert message in job.logs()
 
 
 def test_what_contradicts_the_model_is_refused(

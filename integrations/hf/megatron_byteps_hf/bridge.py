@@ -76,7 +76,7 @@ def auto_bridge() -> Any:
 
     with _names_of_transformer_engine(), _silence():
         from megatron.bridge import AutoBridge
-        from megatron.bridge.peft import lora, utils  # noqa: F401
+        from megatron.bridge.peft import canonical_lora, dora, lora, utils  # noqa: F401
 
     if not core.HAVE_TE:
         # Megatron always defines the classes by which it detects the package.

@@ -10,67 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
+from .adapters import Adapters
 from .bridge import auto_bridge
-from .options import LoraOptions, Options, add_flags
-
-ADAPTER_FOLDER = "adapter"
-"""Subfolder of ``--hf-save``, next to the merged weights."""
-
-
-class Adapters:
-    """LoRA adapters of a run."""
-
-    def __init__(self, options: LoraOptions) -> None:
-        from megatron.bridge.peft.lora import LoRA
-
-        self._lora = LoRA(
-            target_modules=list(options.targets),
-            dim=options.rank,
-            alpha=options.alpha,
-            dropout=options.dropout,
-        )
-
-    def add(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Freeze the models and add adapters; only these are trained.
-
-        Call it before the models are wrapped for data parallelism: then frozen parameters have no
-        gradient buffer, and are not sent.
-
-        Args:
-            models: this rank's model chunks.
-
-        Raises:
-            ValueError: a target matches no layer, or experts are spread over several ranks.
-        """
-        models = self._lora(models, training=True)
-        trained = sum(p.numel() for m in models for p in m.parameters() if p.requires_grad)
-        if trained == 0:
-            raise ValueError(f"--lora-targets {' '.join(self._lora.target_modules)}: no such layer")
-        if parallel_state.get_expert_model_parallel_world_size() > 1 and _on_experts(models):
-            # Megatron-Bridge would write one rank's experts for all ranks.
-            raise ValueError(
-                "--lora on experts needs --expert-model-parallel-size 1; with more, adapt "
-                "attention alone: --lora-targets linear_qkv linear_proj"
-            )
-        return models
-
-    def save(self, bridge: Any, models: Sequence[torch.nn.Module], base: Path, to: Path) -> None:
-        """Write the adapters as files for ``peft``. All ranks call this; rank 0 writes."""
-        bridge.save_hf_adapter(
-            list(models),
-            to / ADAPTER_FOLDER,
-            self._lora,
-            base_model_name_or_path=str(base),
-            show_progress=False,
-        )
-
-
-def _on_experts(models: Sequence[torch.nn.Module]) -> bool:
-    names = [name for model in models for name, _ in model.named_parameters()]
-    return any(".experts." in name and ".adapter." in name for name in names)
-
+from .options import Options, add_flags
 
 # Settings of a model family that Megatron's local layers support. The arguments have the same
 # names.
@@ -191,8 +134,9 @@ class HuggingFaceModel:
         if torch.distributed.get_rank() == 0:
             _copy_all_but_weights(self._options.model, folder)
         with torch.no_grad():
-            self._bridge.save_hf_weights(self._models, folder, show_progress=False)
-            if self._adapters is not None:
+            if self._adapters is None:
+                self._bridge.save_hf_weights(self._models, folder, show_progress=False)
+            else:
                 self._adapters.save(self._bridge, self._models, self._options.model, folder)
 
     # ------------------------------------------------------------------ arguments

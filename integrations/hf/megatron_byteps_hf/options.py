@@ -13,6 +13,9 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files of a model on the hub that are read: no weights in another format."""
+KINDS = ("lora", "dora", "canonical")
+"""Kinds of adapters. DoRA also trains the length of each row of a weight. Canonical LoRA has an
+adapter for each of q, k, v, gate and up, not one for each fused layer."""
 DEFAULT_RANK = 16
 DEFAULT_ALPHA = 32
 
@@ -21,6 +24,8 @@ DEFAULT_ALPHA = 32
 class LoraOptions:
     """Low-rank adapters: W x + alpha / rank · B A x; only A and B are trained."""
 
+    kind: str = "lora"
+    """A name in `KINDS`."""
     rank: int = DEFAULT_RANK
     alpha: int = DEFAULT_ALPHA
     dropout: float = 0.0
@@ -67,6 +72,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--hf-save", type=Path, metavar="FOLDER", help="write the trained model here, as such files"
     )
     add("--lora", action="store_true", help="train LoRA adapters; --hf-model stays as it is")
+    add("--lora-kind", choices=KINDS, help=f"default: {KINDS[0]}")
     add("--lora-rank", type=_positive, metavar="N", help=f"default: {DEFAULT_RANK}")
     add("--lora-alpha", type=_positive, metavar="N", help=f"default: {DEFAULT_ALPHA}")
     add("--lora-dropout", type=_part, metavar="P", help="of the adapters' input (default: 0)")
@@ -123,6 +129,7 @@ def _folder_of(model: str) -> Path:
 
 def _lora(args: Namespace) -> LoraOptions | None:
     given = {
+        "kind": args.lora_kind,
         "rank": args.lora_rank,
         "alpha": args.lora_alpha,
         "dropout": args.lora_dropout,

@@ -103,7 +103,7 @@ class Layout(Row):
         ]
         if lora:
             arguments += ["--lora", "--lora-rank", str(LORA_RANK), "--lora-alpha", "8"]
-            # Adapters on experts that are spread over ranks are refused.
+            # Adapters on experts that are spread over ranks are written only as merged.
             arguments += ["--lora-targets", "linear_qkv", "linear_proj"] if self.ep > 1 else []
         return [*arguments, *self.extra]
 
@@ -125,6 +125,16 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="pp4-dp2", model="qwen2", ranks=8, pp=4),
     Layout(name="dp2-experts", model="qwen3-moe", ranks=2),
     Layout(name="ep2", model="qwen3-moe", ranks=2, ep=2),
+)  # fmt: skip
+
+_ALL = ("--lora-targets", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+# Kinds of adapters, and adapters on experts of several ranks.
+KINDS: tuple[Layout, ...] = (
+    Layout(name="dp2-dora", model="llama", ranks=2, extra=("--lora-kind", "dora")),
+    Layout(name="tp2-dp2-canonical", model="qwen3", ranks=4, tp=2,
+           extra=("--lora-kind", "canonical")),
+    Layout(name="ep2-experts", model="qwen3-moe", ranks=2, ep=2, extra=_ALL),
 )  # fmt: skip
 
 
@@ -251,7 +261,7 @@ def compare(
     written = ours.folder / AFTER
     logits = next(one.logits for one in seen if one.logits is not None)
     adapter = None
-    if lora:
+    if lora and (written / ADAPTER).exists():
         adapter = _difference(logits, _reference(folder / "peft", model, written / ADAPTER))
     sums = [total for one in seen for step in one.training.steps for total in step.sums.values()]
     shared = sum(total.local.numel() for total in sums if len(total.members) > 1)
