@@ -229,7 +229,7 @@ def make_gates(options: argparse.Namespace, plan: Plan) -> list[Gate]:
     ratios = options.min_ratio is not None or options.max_ratio is not None
     bars = ratios or options.max_cpu_ratio is not None or options.min_of_limit is not None
     if bars and "byteps" not in plan.backends:
-        raise ValueError("thresholds are for byteps, which --backends does not name")
+        raise ValueError("thresholds apply to byteps: add it to --backends")
     if (ratios or options.max_cpu_ratio is not None) and not others:
         raise ValueError("a threshold on a ratio needs a backend to compare byteps with")
     if options.min_of_limit is not None and not plan.topology.link_bits:

@@ -20,7 +20,7 @@ _LARGEST_EXACT = {"bfloat16": 256, "float16": 2048, "int8": 127, "uint8": 255}
 
 
 def _span(ranks: int, dtype: str) -> int:
-    """Return the bound below which values must be for an exact sum over all ranks."""
+    """Return the exclusive upper bound of values whose sum over all ranks is exact."""
     span = min(31, _LARGEST_EXACT.get(dtype, 1 << 24) // ranks + 1)
     if span < 2:
         raise ValueError(f"a sum over {ranks} ranks cannot be verified in {dtype}")

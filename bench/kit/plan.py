@@ -133,9 +133,11 @@ class Topology:
         if self.workers < 1 or self.servers < 1:
             raise ValueError("there must be at least one worker and one server")
         if self.ranks_per_host < 1 or self.local_servers < 0 or self.servers_per_machine < 1:
-            raise ValueError("a host has at least one rank, and no fewer than 0 servers")
+            raise ValueError(
+                "hosts need at least 1 rank and 0 local servers, server machines at least 1 server"
+            )
         if self.nics_per_host < 1 or (self.nics_per_host > 1 and not self.emulated_hosts):
-            raise ValueError("--nics-per-host is a number of NICs, for the hosts of --emulate")
+            raise ValueError("--nics-per-host must be at least 1, and needs --emulate if above 1")
         if self.uneven < 1 or (self.uneven > 1 and self.ranks_per_host == 1):
             raise ValueError("--uneven is a number of connections, for hosts of several ranks")
         if (self.local_servers or self.servers_per_machine > 1) and self.colocate:

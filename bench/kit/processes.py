@@ -41,7 +41,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def become_interruptible() -> None:
-    """Raise KeyboardInterrupt for the first of these signals, and ignore later signals.
+    """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
 
     This also works if a shell has started the program in the background with SIGINT ignored.
     """

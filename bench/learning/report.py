@@ -35,7 +35,7 @@ HEAD = (
 
 
 Results = dict[str, dict[int, dict[str, Any]]]
-"""Results by wire and seed."""
+"""Results by wire type (a name in RECIPES), then by seed."""
 
 
 def kept(path: Path = KEPT) -> Results:
@@ -49,7 +49,11 @@ def kept(path: Path = KEPT) -> Results:
 
 
 def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
-    """Group results by wire and seed. Raises ValueError like `kept`."""
+    """Group results by wire type, then by seed.
+
+    Raises:
+        ValueError: the runs have different models, schedules or texts.
+    """
     found: Results = {}
     for run in runs:
         first = runs[0]
@@ -105,7 +109,7 @@ def problems(found: Results, at_most: dict[str, float]) -> list[str]:
     for wire, limit in at_most.items():
         apart = differences(found, wire) if wire in found else []
         if len(apart) < 2:
-            wrong.append(f"{wire}: {len(apart)} seeds that {REFERENCE} has too say nothing")
+            wrong.append(f"{wire}: {len(apart)} seeds in common with {REFERENCE}, need 2")
         elif (high := gpt.interval(apart)[2]) > limit:
             wrong.append(f"{wire}: the interval ends at {high:+.2%}, above {limit:+.2%}")
     return wrong

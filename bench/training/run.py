@@ -123,8 +123,8 @@ def _ways() -> Iterator[Way]:
     # This is the sharded recipe with a single flag added.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
-    # Servers keep the optimizer. If several ranks share a host, they sum first, or never do.
-    # Servers copy their state.
+    # Servers keep the optimizer. Ranks that share a host reduce first, except in "...-flat". In
+    # "...-copies" each server's state is copied to another server.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
     for name, more in (
         ("servers-bf16", ()),

@@ -248,4 +248,7 @@ def _check(*, workers: int, servers: int | None, size: float, rate: float) -> No
     if servers is not None and servers < 1:
         raise ValueError(f"{servers} servers: there must be one at least")
     if not size >= 0 or not 0 < rate < math.inf:
-        raise ValueError(f"{size} bytes at {rate} bytes/s: neither may be negative, nor the rate 0")
+        raise ValueError(
+            f"{size} bytes at {rate} bytes/s: the size must not be negative, and the rate must be "
+            "positive and finite"
+        )

@@ -1,4 +1,4 @@
-"""Users have few flags of Megatron and few variables, and a single table reads the variables."""
+"""Checks that users have few flags and variables, and that one table reads all variables."""
 
 from __future__ import annotations
 

@@ -227,7 +227,8 @@ class Model:
     expert_model_parallel_size = expert_tensor_parallel_size = 1
 
 
-# Megatron sums no gradient late that ``dpu_reduce/summed_later.py`` does not know.
+# Every gradient that Megatron sums after the backward pass, in ``finalize_model_grads``, is known
+# to ``dpu_reduce/summed_later.py``.
 
 
 TOP = "finalize_model_grads"
@@ -237,7 +238,7 @@ COLLECTIVES = {
 }
 
 READ = ("param", "parameter", "model_module", "weight", "config")
-"""Names of the objects that it reads."""
+"""Variables of ``finalize_model_grads`` whose attributes may select a gradient."""
 
 NOT_A_CHOICE = {
     "grad": "where a gradient is",

@@ -113,7 +113,7 @@ def test_the_list_names_functions_of_this_megatron(tree: Path) -> None:
 
 
 def test_calls_with_a_data_parallel_group_are_on_the_list(tree: Path) -> None:
-    """Calls that no run above makes; a new Megatron may have more."""
+    """Read Megatron's source for calls that no run above makes; a new Megatron may have more."""
     unknown = []
     for folder in ("core", "training"):
         for path in sorted((tree / "megatron" / folder).rglob("*.py")):

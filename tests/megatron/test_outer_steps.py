@@ -111,7 +111,7 @@ def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_they_begin_though_the_iteration_was_skipped() -> None:
-    """--iterations-to-skip skips it, without a step."""
+    """Local steps begin, even if --iterations-to-skip skips the iteration named by `after`."""
     layer = Layer()
     optimizer = optimizer_of(layer.weight)
     for iteration in (1, 2, 3, 6, 7):  # Counted from 1.

@@ -41,7 +41,8 @@ class Others:
         return mine.copy_(torch.tensor(total))
 
     def save(self, *sums: tuple[str, list[float]], **args: Any) -> list[str]:
-        """Return what this replica saves if the sums have these values; all sums must be used."""
+        """Save with these results of the sums over replicas, in this order; all must be used.
+        Return what was saved."""
         self.sums, self.saved = list(sums), []
         saves.save_once(
             lambda: self.saved.append("model"), Namespace(**args), [], 6, stays=sums[0][1][3] > 0

@@ -248,7 +248,8 @@ NONE = "does not say what rounding has lost"
 
 
 def saved_ranks(folder: Path) -> set[int]:
-    """Return the number of ranks whose losses of a parameter a checkpoint has."""
+    """Return how many ranks' rounding losses a checkpoint has. It is a set, because the number may
+    differ by parameter."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         tensor.size[0]
@@ -318,7 +319,7 @@ def test_a_checkpoint_without_it_is_loaded_and_one_with_it_by_bf16(
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the losses of each parameter, from the results of `train_owed` on each rank."""
+    """Return each parameter's rounding losses, from the results of `train_owed` on each rank."""
     parts: dict[str, dict[int, Any]] = {}
     axes: dict[str, int] = {}
     for rank in ranks:

@@ -59,8 +59,8 @@ class Started:
         env: Mapping[str, str] | None = None,
         forked: bool = True,
     ) -> Process:
-        """Start a rank, or the ranks of torchrun with these arguments. All are ``forked``, because
-        the import of torch takes seconds, or programs from nothing."""
+        """Start a rank or, with arguments of `torchrun`, its ranks. ``forked``: from a process that
+        has imported torch, because the import takes seconds."""
         words = [*torchrun, str(HERE / "programs/keep.py"), "embedded", mode]
         return self.start_words(words, bool(torchrun), env=env, forked=forked)
 

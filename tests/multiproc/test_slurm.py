@@ -84,7 +84,7 @@ class SlurmCluster:
         files = {"socket": "munge", "key-file": "munge.key", "pid-file": "munge.pid",
                  "log-file": "munge.log", "seed-file": "munge.seed"}  # fmt: skip
         options = [f"--{name}={folder / file}" for name, file in files.items()]
-        # --force: the test's folder is not owned by root all the way up.
+        # Without --force munged demands that root owns all parent folders of its files.
         self._daemons.append(
             Spawned(
                 "munged", [_find("munged"), "--foreground", "--force", *options], self._env, folder
@@ -147,7 +147,7 @@ class SlurmCluster:
             "PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE",
         ]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
-        # Unused, but slurmd detects the kind, and a host may show none.
+        # slurmd looks for the cgroup version even if it uses no cgroups, and a host may have none.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 

@@ -75,8 +75,8 @@ class RemoteRun:
         self._guest = Guest(folder, [*in_repository, *pytest_command], env=env)
 
     def reports(self, test: str) -> list[dict[str, Any]]:
-        """Get the reports of a test's setup, call and teardown. Raises VmError, and then on all
-        later calls."""
+        """Get the reports of a test's setup, call and teardown. Raises VmError if the guest fails;
+        then all later calls raise it, too."""
         if self.broken is not None:
             raise VmError(self.broken)
         found: list[dict[str, Any]] = []

@@ -46,7 +46,7 @@ class Machine:
             "BYTEPS_START_TIMEOUT_S": "90",
             "RANK": str(number - 1),
             "WORLD_SIZE": "2",
-            # The value is not the real one, but a program expects it on each machine.
+            # Each machine has one rank. The programs expect the values of one machine with two.
             "LOCAL_RANK": str(number - 1),
             "LOCAL_WORLD_SIZE": "2",
             **env,

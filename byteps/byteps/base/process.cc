@@ -26,7 +26,7 @@ std::atomic<uint64_t> files[kFiles / kBits];
 std::atomic<int> words_used{0};
 std::atomic<int> count{0};
 std::atomic<bool> is_forked_copy{false};
-// Readers create and close descriptors; the writer forks.
+// Held for reading by threads that create or close descriptors, for writing by a thread that forks.
 pthread_rwlock_t forks = PTHREAD_RWLOCK_INITIALIZER;
 
 void BeforeFork() { pthread_rwlock_wrlock(&forks); }

@@ -338,7 +338,8 @@ bool IsWhole(const Declaration& d) {
          (d.bytes - 1) / d.partition_bytes < kMaxPartitions;
 }
 
-// Requires a valid tensor.
+// Reads the update rule of a tensor whose other fields are valid. Returns false if the rule is not
+// valid for this tensor.
 bool ReadRule(WireReader* in, Declaration* d) {
   auto rule = std::make_shared<UpdateRule>();
   if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
@@ -348,7 +349,7 @@ bool ReadRule(WireReader* in, Declaration* d) {
   return IsUpdated(d->dtype) && !d->feedback;
 }
 
-// Returns false if the entry is not a valid tensor.
+// Reads the declaration of a tensor. Returns false if it is not valid.
 bool ReadTensor(WireReader* in, const std::vector<RankGroup>& groups, Declaration* d) {
   const uint8_t dtype = in->Get<uint8_t>();
   const uint8_t flags = in->Get<uint8_t>();

@@ -33,8 +33,7 @@ std::chrono::microseconds TimeFor(uint64_t bytes) {
   return std::chrono::microseconds(bytes / 1000);
 }
 
-// A range of the values that are coded.
-
+// A range of a tensor's values, before they are coded in blocks.
 struct CodedRange {
   uint64_t begin;
   uint64_t count;
@@ -246,8 +245,8 @@ void Operation::EndWriting() {
     ps::MutexLock lock(&mu_);
     BPS_INVARIANT_NOTED("a writer that stops had begun", writers_ > 0,
                         "nobody wrote into the output of '" + name() + "'");
-    // Only after the operation's end do threads wait for writers. Before, a notification would wake
-    // threads that wait for the end.
+    // Threads wait for writers only after the operation's end. Until then a notification would wake
+    // the threads that wait for the end.
     if (--writers_ > 0 || !done_) return;
   }
   written_.NotifyAll();

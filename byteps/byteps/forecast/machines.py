@@ -185,7 +185,7 @@ class Machines:
     def busy(
         self, servers: Servers, pushed: float, pulled: float, add_rate: float | None = None
     ) -> cost_model.CoreSeconds:
-        """Return the CPU time of a push-pull of these bytes per host."""
+        """Return the CPU time of a push-pull in which each host pushes and pulls these bytes."""
         return cost_model.core_seconds(
             servers,
             pushed,

@@ -307,7 +307,7 @@ void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
 }
 
 std::vector<Partition*> Rounds::WithOpenRounds() const {
-  // Only these are returned, because thousands of workers may leave at once.
+  // Partitions without open rounds are left out, because thousands of workers may leave at once.
   std::map<uint64_t, Partition*> waiting;
   for (const auto& [deadline, partition] : open_) waiting[partition->key] = partition;
   std::vector<Partition*> partitions;

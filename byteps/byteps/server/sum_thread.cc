@@ -226,7 +226,8 @@ void SumThread::OnFailure(Task* task, const std::exception& error) {
     return rounds_.FailPartition(task->partition.get(), task->message, error.what());
   }
   if (no_memory != nullptr && task->may_be_repeated) return task->work();
-  // The rounds of that task fail at their deadline.
+  // The task names no partition, so no round can be failed here. Rounds that need the task fail at
+  // their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "
                  << DescribeFreeMemory();
 }
@@ -249,7 +250,7 @@ bool SumThread::FailLate(Clock::time_point as_of) noexcept {
   const auto look = [&]() PS_REQUIRES(mu_) { LookAtLate(as_of); };
   return reserve_.Survive(look, [&](const std::exception& e) PS_REQUIRES(mu_) {
     BPS_LOG(ERROR) << "server " << context_->channel->rank()
-                   << " could not fail what is late: " << e.what() << "; " << DescribeFreeMemory();
+                   << " could not fail late rounds: " << e.what() << "; " << DescribeFreeMemory();
     LookAtLate(as_of);
   });
 }

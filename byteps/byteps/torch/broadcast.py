@@ -117,8 +117,10 @@ _CHUNKS_IN_FLIGHT = 4
 
 
 def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
-    """Return the root's content, of any length. The names of sums do not depend on the length,
-    because servers keep a declaration for each name.
+    """Return the root's content, which may have any length.
+
+    The content is sent in chunks of two lengths, with one name for each length. A server keeps a
+    declaration of every name, so a name for each length of content would fill its memory.
 
     Raises:
         BytePSError: ranks give different roots.

@@ -52,7 +52,7 @@ UpdateRule RuleOf(bool is_adamw, const std::vector<GroupTuple>& groups,
   }
   for (const auto& [end, group, counted] : segments) rule.segments.push_back({end, group, counted});
   if (!ParseDType(held, &rule.held) || !IsHeld(rule.held)) {
-    throw UsageError("servers keep no parameters for workers that hold them as " + held);
+    throw UsageError("servers cannot update parameters of the type " + held);
   }
   rule.speculative = speculative;
   rule.counts_zeros = counts_zeros;

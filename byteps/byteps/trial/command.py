@@ -47,8 +47,8 @@ def plain(words: Sequence[str]) -> Launch:
 def through_servers(
     words: Sequence[str], env: Mapping[str, str], wire: str, *, is_megatron: bool
 ) -> Launch:
-    """Return the command with BytePS. If it has no flags or variables of BytePS, the ones are added
-    that docs/use/when-to-use.md recommends."""
+    """Return the command with BytePS. If it has no flags or variables of BytePS, it gets those that
+    docs/use/when-to-use.md recommends."""
     if not is_megatron:
         has = env.get(_C10D, "0") not in ("", "0")
         given = {} if has or wire == SAME else {_C10D_WIRE: env.get(_C10D_WIRE) or wire}

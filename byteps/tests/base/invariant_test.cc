@@ -379,7 +379,8 @@ TEST_F(Stalls, ReadersSeeWholeChanges) {
   watch_.Begin(kHeartbeat, now_);
   constexpr StallWatch::Time kLater{seconds(1'000'000'000)};
   constexpr StallWatch::Duration kPause = seconds(100);
-  // Part of a pause that counts, with the time after it.
+  // Time by which the clock advances in one loop: the part of the pause that counts, and the run
+  // after the pause.
   constexpr StallWatch::Duration kCounted = 2 * kTolerance;
   std::atomic<int> pauses{0};
   std::atomic<bool> ended{false};

@@ -295,7 +295,8 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
   }
 }
 
-// Leave is for callers that do not give copies to the device themselves.
+// Leave is for callers that must not give copies to the device themselves. It needs another thread
+// that is doing so.
 TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);

@@ -97,7 +97,7 @@ TEST(Failure, OfWhatWaitsBehindOthersNamesTheirServer) {
 
 TEST(Failure, StopWhileOthersCall) {
   for (int i = 0; i < 20; ++i) {
-    // These outlive the worker, which may still send them after they failed.
+    // The values outlive the worker, which may still send them after their operations have failed.
     std::vector<std::vector<float>> all;
     for (int t = 0; t < 3; ++t) all.push_back(Values(3000, t));
     Job job(2);

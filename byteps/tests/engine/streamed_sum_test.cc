@@ -171,7 +171,8 @@ TEST_F(StreamedSums, ThatFailBeforeTheirValuesAreThereGiveNoNumbersToo) {
   for (const float value : values) ASSERT_TRUE(std::isnan(value));
 }
 
-// The transport still holds the values of all sums. All of them share one wait for it.
+// All sums fail while the transport still holds their values. They share one wait for the
+// transport.
 TEST_F(StreamedSums, ThatFailTogetherLetTheirStreamsGoOnTogether) {
   constexpr int kSums = 30;  // half a minute if waited for one by one
   Job job(1, {}, kRoom);

@@ -339,7 +339,8 @@ std::string AnyStep(FuzzedDataProvider* data, const Declaration& d) {
   return GoodStep(data, d);
 }
 
-// The last round of a state, packed as by a server; `sum` has its gradients.
+// Returns the last round of a partition's state, packed as a server packs it. Stores the round's
+// gradients in `sum`.
 std::string AnyLast(FuzzedDataProvider* data, const Declaration& d, uint64_t index, uint32_t round,
                     SharedBytes* sum) {
   ServerCounters counters;

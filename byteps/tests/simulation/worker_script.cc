@@ -27,7 +27,7 @@ float InputOf(uint64_t generation, uint64_t rank, uint64_t tensor, uint64_t roun
       200'003);
 }
 
-// A choice that all ranks make alike, without communication.
+// Returns a pseudo-random number below `below`. All ranks get the same one without communication.
 uint64_t ChoiceOf(int generation, int round, uint64_t below) {
   const uint64_t seed[] = {static_cast<uint64_t>(generation), static_cast<uint64_t>(round)};
   return core::HashBytes(seed, sizeof(seed), 1) % below;

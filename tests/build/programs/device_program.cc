@@ -89,9 +89,9 @@ int main() {
 
 #else
 
-// A driver of two GPUs whose memory is the host's and whose work is done at once.  As strict as
-// the real one about what must be current.  Built without some functions
-// (-DWITHOUT_...) it stands for an old driver.
+// A fake CUDA driver with two GPUs. Their memory is host memory, and each call does its work before
+// it returns. Like the real driver it demands the right current context. -DWITHOUT_... leaves out
+// functions that an old driver lacks.
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -189,7 +189,7 @@ int cuEventRecord(void* event, void* stream) {
 int cuEventQuery(void*) { return 0; }
 int cuStreamCreate(void** stream, unsigned) { return Make(stream); }
 int cuStreamQuery(void* stream) { return Check(stream); }
-// Events may be waited for across contexts.
+// A stream may wait for an event of another context.
 int cuStreamWaitEvent(void* stream, void*, unsigned) { return Check(stream); }
 // The stream does its work at once, so the word must be set already.
 int cuStreamWaitValue32_v2(void* stream, unsigned long long word, unsigned value, unsigned flags) {

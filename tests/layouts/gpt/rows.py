@@ -143,10 +143,10 @@ _MLA = (
     *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "8"),
     *_ROPE,
 )
-# The first two steps have half as many samples as the others; thresholds are in tokens.
 _MUON = ("--optimizer", "muon")
-# With the default, bf16 products, the last bit of a gradient changes the update.
+# By default Muon multiplies in bf16. Then the last bit of a gradient changes the update.
 _MUON_FP32 = (*_MUON, "--muon-fp32-matmul-prec", "high")
+# The first two steps have half as many samples as the others. Megatron wants thresholds in tokens.
 _RAMP = ("--step-batch-size-schedule", "0:4 128:8")
 _LEAN_MOMENTS = (
     *("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"),
@@ -189,8 +189,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp2-sent-as-bf16", ranks=2, wire="bf16"),
     Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
            distributed_optimizer=True, overlap=True, accumulation=2),
-    # Gradients in blocks of few bits: exactly the bits of quantizing, adding in fp32 and
-    # quantizing.
+    # Gradients in blocks of few bits. The sums must have exactly the bits of quantizing, adding in
+    # fp32, and quantizing again.
     Layout(name="dp2-sent-as-int8", ranks=2, wire="int8"),
     Layout(name="dp4-sent-as-int4-overlap-acc2", ranks=4, wire="int4", overlap=True,
            accumulation=2),

@@ -1,4 +1,5 @@
-"""A host of a job, and its ranks as launchers start them; forked, so that none imports torch."""
+"""A program that acts as a host of a job and starts the ranks there, as a launcher does. It forks
+them, so that they need not import torch."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ void CopyToPool(Outgoing* out, Pool* pool) {
   out->keys = buffer.region;
 }
 
-// Registers for writing if possible: memory that is sent from is often received into as well.
+// Registers memory for sending and, unless it is read-only, for receiving, too: later messages are
+// often received into the same memory.
 RegistrationCache::Registration RegisterAll(const Devices& devices, const void* begin,
                                             size_t bytes) {
   try {

@@ -34,7 +34,8 @@ constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
 // Time for a peer to receive the messages that were sent before its endpoints are closed.
 constexpr auto kFarewell = std::chrono::seconds(5);
-// Time for values in flight into abandoned memory.
+// Abandon waits this long for peers to finish their writes into the memory. Then it breaks the
+// connection.
 constexpr auto kAbandonTime = std::chrono::seconds(1);
 // Limit of a worker's rank, so that its node id is valid.
 constexpr int kMaxRank = 1 << 24;

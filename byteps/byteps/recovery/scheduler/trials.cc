@@ -40,7 +40,7 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
       return true;
     }
   }
-  // Without that worker the job cannot continue, but perhaps without the server.
+  // The job needs this worker, but another process may replace the server. So the server is lost.
   return places_->Lose(server.id, reason);
 }
 
@@ -49,7 +49,8 @@ bool Trials::AccuseWorker(int server, int worker, const std::string& reason) {
     MutexLock lock(&job_->mu);
     if (!IsServerId(server) || !table_->active()) return false;
   }
-  // Without its last replica the job cannot continue, but perhaps without the server.
+  // The job needs its last replica, but another process may replace the server. So the server is
+  // lost if the worker's replica is the last.
   return replicas_->Lose(worker, reason) || places_->Lose(server, reason);
 }
 

@@ -127,7 +127,8 @@ bool LateReplicas::WaitOn(Partition* partition, Round* round, Round::Clock::time
     case RoundNotes::Waits::kFirst:
     case RoundNotes::Waits::kAwaited: {
       const Standing standing = StandingOf(*partition, *round);
-      // Without a quorum, replicas that have pushed accuse late ones only if they are as many.
+      // Without a quorum, replicas that have pushed accuse the late ones only if the late ones are
+      // not more.
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
       const bool accuses = standing.pushed.size() >= enough;
       if (accuses && standing.replicas == 2) break;

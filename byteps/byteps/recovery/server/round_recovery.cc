@@ -90,7 +90,7 @@ bool RoundRecovery::Waits(Partition* partition, Round* round, Round::Clock::time
     if (late_.AreExcused(partition, round, as_of) || late_.WaitOn(partition, round, as_of)) {
       return true;
     }
-    // An accused replica may be gone, while no scheduler can report that.
+    // While the scheduler is lost, nobody can report that an accused replica is gone.
     if (!context_->channel->lacks_scheduler()) return false;
   }
   rounds_->Postpone(partition, round, as_of + kLookAgain);

@@ -343,9 +343,8 @@ class Reductions:
 
         Args:
             owner: an object that lives as long as the tensor is reduced, the same on all members.
-                With error feedback each owner's losses are kept apart. torch gives each caller
-                another object: DDP a bucket's first parameter, FSDP2 one per module, and a hook is
-                one itself.
+                With error feedback each owner has rounding losses of its own. The owner is a
+                bucket's first parameter (DDP), an object per module (FSDP2), or the hook.
         """
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -399,7 +398,7 @@ class Reductions:
             tensor: dense, of any shape, on the CPU or a GPU.
             average: divide the sum by the number of ranks.
             priority: tensors of a higher priority are sent first.
-            number: the owner's; 0: the tensor has no owner.
+            number: number of the tensor's owner (see `_number`); 0 without one.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.

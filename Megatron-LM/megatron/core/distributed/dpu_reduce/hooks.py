@@ -221,8 +221,9 @@ def replicas_of(args: Namespace) -> int:
 
 
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """Call when model and optimizer are complete, new or from a checkpoint: see
-    :func:`.outer_steps.begin`. From now on SIGTERM makes a replica leave."""
+    """Prepare for the first step. Call this when model and optimizer have their initial values or
+    those of a checkpoint. Replicas then begin together (:func:`.outer_steps.begin`). From now on
+    SIGTERM makes this replica leave the job."""
     if getattr(args, "use_dpu_reduce", False):
         step_log.begin(args)
     if job.replicas() == 1:

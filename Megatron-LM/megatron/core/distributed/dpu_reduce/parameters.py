@@ -425,8 +425,8 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
 
 
 def _answers(architecture: int) -> dict[str, Any]:
-    """Return replacements for the machine queries of the validation module, by the names it
-    imports."""
+    """Return functions to use in Megatron's check of arguments, by the name of the function that
+    each replaces. The replaced functions ask for this machine's GPU and packages."""
     answers: dict[str, Any] = {"get_device_arch_version": lambda: architecture}
     if importlib.util.find_spec("transformer_engine") is None:
         answers["is_te_min_version"] = lambda *_, **__: True

@@ -42,8 +42,12 @@ def refuse_settings(
     refusals: tuple[Refusal, ...],
     asked: str = "--use-dpu-reduce",
 ) -> None:
-    """Raise ValueError if `source`, arguments or a config, has a refused setting. The text has the
-    setting, the requested feature `asked`, and the reason."""
+    """Check the settings in `source`, which is the arguments or a config.
+
+    Raises:
+        ValueError: `refusals` forbids one of them. The text names this setting, the feature that
+            the user asked for (`asked`), and the reason.
+    """
     settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
     for refusal, name in settings:
         value = getattr(source, name, None)

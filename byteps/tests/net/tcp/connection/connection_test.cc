@@ -210,8 +210,8 @@ TEST(Sending, DISABLED_MemoryThatChanges) {
   sends.join();
 }
 
-// ----- damage at every position of a greeting that resumes a connection: it costs time, but
-// neither the connection nor a message
+// ----- damage at every position of a greeting that resumes a link: the link must survive, and no
+// message may be lost
 
 using std::chrono::milliseconds;
 using Kind = Damage::Kind;
@@ -219,7 +219,7 @@ using Kind = Damage::Kind;
 // Links tested concurrently, with four sockets each.
 constexpr size_t kLinks = 200;
 
-// Returns whether to test all positions; otherwise every fifth.
+// Returns whether to test all positions; otherwise only some, because each costs time.
 bool Thorough() { return getenv("CONNECTION_TEST_THOROUGH") != nullptr; }
 
 struct GreetingBytes {
