@@ -82,7 +82,7 @@ def result_of(
 
 
 def smooth(values: Sequence[float], over: int = 20) -> list[float]:
-    """Return the mean of each value and the values before it."""
+    """Return for each value the mean of the last `over` values, itself included."""
     return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
 
 

@@ -139,7 +139,7 @@ class Topology:
         if self.nics_per_host < 1 or (self.nics_per_host > 1 and not self.emulated_hosts):
             raise ValueError("--nics-per-host must be at least 1, and needs --emulate if above 1")
         if self.uneven < 1 or (self.uneven > 1 and self.ranks_per_host == 1):
-            raise ValueError("--uneven is a number of connections, for hosts of several ranks")
+            raise ValueError("--uneven must be at least 1, and needs --ranks-per-host if above 1")
         if (self.local_servers or self.servers_per_machine > 1) and self.colocate:
             raise ValueError("--colocate puts all servers on the workers' hosts already")
         if self.emulated_hosts and self.emulated_hosts < self.hosts_needed:

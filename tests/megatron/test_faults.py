@@ -160,9 +160,9 @@ def test_all_bits_are_those_of_a_run_that_lost_none(
     make_nodes: Callable[[int, dict[str, str]], Cluster],
     case: str,
 ) -> None:
-    """One server is killed in the second step, the other in the third, within their sums.
+    """One server is killed during the sums of the second step, the other during those of the third.
 
-    If servers keep the optimizer, only one is killed: copying its state takes a moment.
+    If servers keep the optimizer, only one is killed, because copying its state takes time.
     """
     ranks, words = CASES[case]
     settings, deaths = (COPIES, 1) if case.startswith("servers") else (SETTINGS, 2)

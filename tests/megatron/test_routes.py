@@ -101,7 +101,7 @@ def test_inside_one_host_nothing_goes_to_servers() -> None:
         (4, 2, 4, {"instances": 1}, COLLECTIVE, 0.875),
         # gloo reduce-scatters by an all-reduce.
         (4, 1, 4, {"instances": 1, "over_gloo": True}, FLAT, 1.0),
-        # Half of the bytes on the wire are less again.
+        # Gradients are pushed in half as many bytes, which is less than a reduce-scatter needs.
         (4, 1, 4, {"instances": 1, "half": True}, FLAT, 0.5),
         (4, 2, 4, {"instances": 1, "half": True}, NODE_FIRST, 0.5),
         # The optimizer sharded inside each host: 2(h-1)/h by torch.distributed, 1 through servers.

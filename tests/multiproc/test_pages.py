@@ -1,4 +1,4 @@
-"""Lines of README and docs/use/ that start a cluster are taken by the programs that they name."""
+"""Programs accept the lines of README and docs/use/ that start a cluster."""
 
 from __future__ import annotations
 

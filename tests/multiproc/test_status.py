@@ -225,7 +225,7 @@ def make_with_metrics(
         "BYTEPS_METRICS_PORT": str(port),
         "BYTEPS_HTTP_HOST": LOOPBACK,
         "BYTEPS_PARTITION_BYTES": "4096",
-        # The server's; workers have their LOCAL_RANK, which must agree.
+        # The server's local rank, which chooses its port. Workers have LOCAL_RANK for this.
         "BYTEPS_LOCAL_RANK": str(WORKERS),
     }
     cluster = make_cluster(workers=WORKERS, servers=1, env=env)

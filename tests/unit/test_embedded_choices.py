@@ -436,7 +436,7 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
 
 
 class TestEnd:
-    """The end of started processes is awaited within a limit, and always comes."""
+    """Started processes always end, within a time limit."""
 
     @pytest.fixture
     def nodes(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EmbeddedNodes:

@@ -1,4 +1,4 @@
-"""A process that embedded mode has started, and the end of several of them."""
+"""Child processes of embedded mode: the start of one, and the end of several."""
 
 from __future__ import annotations
 

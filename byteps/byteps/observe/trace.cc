@@ -104,7 +104,7 @@ std::string Arguments(const TracedPartition& p, bool failed) {
          (failed ? ",\"failed\":true}" : "}");
 }
 
-// Equal in the worker's and the server's file.
+// Returns the number of a partition's arrow, which is the same in the files of worker and server.
 uint64_t ArrowNumber(const TracedPartition& p) {
   const uint64_t parts[] = {p.key, p.round, static_cast<uint64_t>(p.worker)};
   return HashBytes(parts, sizeof(parts), 0);
@@ -123,7 +123,7 @@ bool WriteFile(const std::string& path, const std::string& text) {
 
 namespace {
 
-// Returns the first and last recorded round.
+// Returns the first and the last round to record.
 std::pair<uint32_t, uint32_t> RoundsOf(const Config& config) {
   const std::string& text = config.String("BYTEPS_TRACE_STEPS");
   if (text.empty()) {

@@ -338,7 +338,7 @@ TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   EXPECT_FALSE(queue.Leave(&two)) << "the thread that gave copies has gone";
 }
 
-// The driver reports long copies, which delay no other.
+// The driver reports the end of a long copy, so that no other copy waits for it.
 TEST(CopyQueue, ALongWaitIsLeftToTheDriver) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);

@@ -98,7 +98,7 @@ TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   EXPECT_TRUE(ComesToHave(0));
 }
 
-// Each round fails at its own deadline, whatever the order of arrival, and without other rounds.
+// Each round fails at its own deadline, in whatever order they arrived. Other rounds continue.
 TEST_F(ServerTest, LateRoundsFailAlone) {
   const uint64_t waits = Push(0, 0, 0, kLong);
   std::map<uint64_t, int> late;  // partition by request

@@ -391,7 +391,8 @@ bool IsPlayed() { return world != nullptr && world->running() != nullptr; }
 using byteps::simulation::Fiber;
 using byteps::simulation::world;
 
-// Visible to the C++ library, which starts threads and waits for conditions.
+// The C++ library must call these functions instead of the C library's when it starts threads or
+// waits for conditions.
 #pragma GCC visibility push(default)
 extern "C" {
 

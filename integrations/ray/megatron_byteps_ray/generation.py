@@ -408,7 +408,8 @@ class Generation:
     # ----------------------------------------------------------------- ending
 
     def _stop(self) -> None:
-        """End every rank, and doubtful servers; dead actors are left to the pool."""
+        """End every rank, and servers that may have caused the failure. The pool replaces dead
+        actors."""
         calls = [slot.actor.stop.remote() for slot in self._slots]
         ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
         self._servers.after(self._ends, self.steps)

@@ -77,7 +77,7 @@ def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Sett
         ranks=ranks,
         spares=0,
         servers=SERVERS,
-        # A single cluster on this machine: Ray starts a worker ahead of time for each core.
+        # All actors are on this machine. With few cores Ray starts few workers ahead of time.
         cpus_per_rank=0.125,
         server_cpus=0.125,
         preload=(*PRELOAD, "pretrain_dpu_gpt", "megatron_byteps_hf.preload", MODULE),

@@ -203,7 +203,8 @@ def gradient(rank: int, step: int, kind: int, count: int) -> torch.Tensor:
 
 
 class Reference:
-    """Parameters, laid end to end, on servers and workers."""
+    """Repeats what servers and workers compute, on parameters laid end to end: `master` is the
+    servers' copy, `held` the workers'."""
 
     def __init__(self, form: WireType | None, ranks: int, held: torch.Tensor) -> None:
         self._up = (

@@ -17,11 +17,10 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Flags of MEET: the receiver must answer; it must give a new token; the sender has state, so the
-// receiver's copy of it is of no use.
-constexpr uint8_t kAnswer = 1;
-constexpr uint8_t kAnew = 2;
-constexpr uint8_t kHasState = 4;
+// Flags of MEET.
+constexpr uint8_t kAnswer = 1;    // the receiver must answer
+constexpr uint8_t kAnew = 2;      // the receiver must give a new token
+constexpr uint8_t kHasState = 4;  // the sender has state, so it does not need the receiver's copy
 // Partitions of a state that may be in flight to a restoring server.
 constexpr size_t kSentAtOnce = 8;
 
