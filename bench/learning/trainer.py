@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bench.learning.model import FlatGPT, Size
+from bench.learning.replicas import LocalSteps, Replicas
 from bench.learning.wires import RECIPES, AdamW, Hosts
 
 
@@ -70,9 +71,13 @@ class Run:
 
     wire: str
     seed: int
+    local: LocalSteps | None = None
+    """Exchanges of replicas; None: gradients are summed as `wire` says."""
     step: int = 0
     losses: list[float] = field(default_factory=list)
     """Mean training loss of each `Trainer.EVERY` steps."""
+    by_host: list[float] = field(default_factory=list)
+    """Loss of each host in the last step."""
     seconds: float = 0.0
 
     @property
@@ -94,12 +99,19 @@ class Trainer:
         how: How,
         device: torch.device,
         adamw: AdamW | None = None,
+        *,
+        has_replicas: bool = False,
     ) -> None:
+        """With `has_replicas` each host has its own parameters, and `How.streams` is 1."""
         self.corpus, self.size, self.schedule, self.how = corpus, size, schedule, how
         self.device, self.adamw = device, adamw or AdamW()
         self.flat = FlatGPT(size, device)
-        shards = self.flat.shards(size.hosts)
-        self.hosts = Hosts(self.flat.held, self.flat.few, size.hosts, shards)
+        self.hosts: Hosts | Replicas
+        if has_replicas:
+            self.hosts = Replicas(self.flat.held, self.flat.few, size.hosts)
+        else:
+            shards = self.flat.shards(size.hosts)
+            self.hosts = Hosts(self.flat.held, self.flat.few, size.hosts, shards)
         shape = (size.hosts, size.batch, size.sequence + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         numel = self.flat.held.numel()
@@ -115,6 +127,7 @@ class Trainer:
         self._graph = self._captured() if how.graph else None
 
     def _one_host(self, host: int) -> None:
+        self.hosts.choose(host)
         loss = self._model(self._tokens[host])
         gradients = torch.autograd.grad(loss, self.flat.parameters)
         large = len(self.flat.large)
@@ -156,7 +169,11 @@ class Trainer:
     def start(self, run: Run, checkpoint: Path | None = None) -> None:
         """Begin a run, or resume it from its checkpoint."""
         values = self.flat.first_values(self.size, run.seed).to(self.device)
-        self.hosts.start(RECIPES[run.wire], self.adamw, values)
+        if isinstance(self.hosts, Replicas):
+            assert run.local is not None
+            self.hosts.start(run.local, self.adamw, values)
+        else:
+            self.hosts.start(RECIPES[run.wire], self.adamw, values)
         per_step = self.size.hosts * self.size.batch
         needed = self.schedule.steps * per_step
         order = torch.Generator().manual_seed(run.seed)
@@ -167,12 +184,14 @@ class Trainer:
         numbers = [self.adamw.numbers(step, self.schedule.rate_at(step)) for step in steps]
         self._numbers = torch.tensor(numbers, dtype=torch.float32, device=self.device)
         if checkpoint is not None and checkpoint.exists():
+            assert isinstance(self.hosts, Hosts)
             saved = torch.load(checkpoint, map_location=self.device)
             self.hosts.load(saved["state"])
             run.step, run.losses, run.seconds = saved["step"], saved["losses"], saved["seconds"]
 
     def save(self, run: Run, checkpoint: Path) -> None:
         """Save the state from which `start` resumes."""
+        assert isinstance(self.hosts, Hosts)
         saved: dict[str, Any] = {"state": self.hosts.state(), "step": run.step}
         saved |= {"losses": run.losses, "seconds": run.seconds}
         torch.save(saved, checkpoint.with_suffix(".tmp"))
@@ -188,6 +207,7 @@ class Trainer:
             total += self._loss.mean()
             run.step += 1
         run.losses.append(total.item() / steps)
+        run.by_host = self._loss.tolist()
         run.seconds += time.monotonic() - began
 
     def _step(self, step: int) -> None:

@@ -121,6 +121,12 @@ class Hosts:
             self._values = torch.empty(self.hosts, few, device=device)
         self._rotation = hadamard(BLOCK, device) if recipe.rotated else None
 
+    def choose(self, host: int) -> None:
+        """Let the model compute as this host: all hosts hold the same parameters."""
+
+    def finish(self) -> None:
+        """Let the model compute with the parameters that count: it does already."""
+
     def state(self) -> dict[str, torch.Tensor | None]:
         """Return views of everything that a checkpoint needs."""
         names = ("held", "master", "mean", "square", "_lost", "_lost_down")
