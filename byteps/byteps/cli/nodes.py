@@ -1,4 +1,4 @@
-"""Subcommands that start scheduler, servers or workers, or show a cluster, by scripts of the names.
+"""Subcommands that start scheduler, servers or workers, or show a cluster. Each runs a script.
 
 The scripts are in bash, because a server machine needs no Python. Called from here, they use the
 `byteps-server` of this Python's environment.

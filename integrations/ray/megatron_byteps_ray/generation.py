@@ -266,7 +266,7 @@ class Generation:
         self._ends.append(End.lost(who))
 
     def _take_progress(self, *, last: bool = False) -> None:
-        """Take answers, and ask again; at the end wait for all answers."""
+        """Read the ranks' answers, and ask again. ``last``: ask once, and wait for all answers."""
         self._hear(0.0 if not last else _CALL_S, again=not last)
         if last:
             # Earlier requests were answered first: an answer has the steps since the last answer.

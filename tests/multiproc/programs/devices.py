@@ -116,8 +116,8 @@ def wanted_part(job: Job) -> None:
 
 
 def streams(job: Job) -> None:
-    """Values are pushed once their stream has made them, and used by another stream, without a host
-    wait."""
+    """Values are pushed once a stream has computed them, and another stream uses the sums. The
+    program does not wait for the first stream."""
     bps.init()
     device = device_of(job)
     making, using = torch.cuda.Stream(device), torch.cuda.Stream(device)
