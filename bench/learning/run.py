@@ -1,4 +1,4 @@
-# !/usr/bin/env python3
+#!/usr/bin/env python3
 """Trains a small GPT with every wire type and several seeds, as far as a time limit allows.
 
 Makes the runs that neither the folder nor results.jsonl has, in order of importance. A finished run

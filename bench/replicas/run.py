@@ -1,4 +1,4 @@
-# !/usr/bin/env python3
+#!/usr/bin/env python3
 """Compares the loss of a GPT trained by replicas, which meet at servers, with that of a single job.
 
 Trains the same model, with the same seed and data order, as a single job with one rank per replica;
