@@ -90,20 +90,18 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
 TWINKLE_LIMIT_S = 400.0
 
 
-@pytest.fixture(scope="session")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny model with a tokenizer."""
+def make_qwen(folder: Path, row: Row) -> Path:
+    """Write a tiny model with a tokenizer, with as many layers as the row needs."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(7)
     config = Qwen2Config(
         vocab_size=512,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=row.pp * row.vpp if row.vpp > 1 else 2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -155,6 +153,8 @@ TWINKLE_ROWS = [
     Row(kind="lora", tp=2),
     Row(kind="tenants", pp=2),
     Row(mode="ray"),
+    Row(dp=1, cp=2),
+    Row(pp=2, vpp=2),
     *(
         pytest.param(row, marks=pytest.mark.thorough)
         for row in (
@@ -171,10 +171,11 @@ TWINKLE_ROWS = [
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", TWINKLE_ROWS, ids=str)
-def test_the_same_bits_by_twinkle(row: Row, qwen: Path, tmp_path: Path) -> None:
+def test_the_same_bits_by_twinkle(row: Row, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
+    qwen = make_qwen(tmp_path / "qwen", row)
     ours, theirs = tmp_path / "byteps", tmp_path / "all-reduce"
     for out in (ours, theirs):
         run_twinkle(row, through_byteps=out == ours, model=qwen, out=out)
