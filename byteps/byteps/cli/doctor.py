@@ -187,7 +187,10 @@ class Doctor:
         means = means_of_host(address)
         rate = f"{means['gbps']:g} Gbit/s" if means["gbps"] else "a rate that the kernel does not"
         rate += "" if means["gbps"] else " tell: set BYTEPS_LINK_GBPS"
-        self.note(f"NICs: {', '.join(_nics()) or 'none that is hardware'}; in use together: {rate}")
+        nics = ", ".join(_nics()) or "none that is hardware"
+        if not _NETS.is_dir():
+            nics = f"unknown, since {_NETS} does not exist here"
+        self.note(f"NICs: {nics}; in use together: {rate}")
         ranks = self._ranks or 1
         (servers,) = fit_hosts([[means] * ranks])
         self.note(
@@ -237,7 +240,7 @@ def _address_of(c_lib: Any, name: str) -> str:
 def _nics() -> list[str]:
     """Return the hardware network interfaces, with their rates and RDMA devices."""
     found = []
-    for path in sorted(_NETS.iterdir()):
+    for path in sorted(_NETS.glob("*")):
         if not (path / "device").exists():
             continue
         try:
