@@ -67,6 +67,14 @@ def train(
     return run([*MODEL, *_through_servers(arguments)], broken=broken_by)
 
 
+def train_with_the_flag_on_rank_0(
+    folder: Path, arguments: Sequence[str], environment: dict[str, str]
+) -> RankSeen:
+    """Run Megatron's training loop with `--use-dpu-reduce`, which only rank 0 is given."""
+    flag = ["--use-dpu-reduce"] if os.environ["RANK"] == "0" else []
+    return run([*MODEL, *arguments, *flag])
+
+
 def train_with_torch_fsdp2(
     folder: Path, arguments: Sequence[str], environment: dict[str, str]
 ) -> list[float]:

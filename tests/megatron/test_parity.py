@@ -94,6 +94,21 @@ def test_one_clear_error_where_byteps_is_absent(
         assert "initialized tensor model parallel" not in text, "refused before the set-up"
 
 
+def test_a_flag_on_one_host_alone_is_named(run_job: Callable[..., Job], dataset: Dataset) -> None:
+    """The other rank goes on to a collective of Megatron, and would wait for ever."""
+    environment = {"BYTEPS_START_TIMEOUT_S": "3"}
+    arguments = data_arguments(dataset)
+    job = run_job(
+        "train_with_the_flag_on_rank_0",
+        2,
+        fails=True,
+        arguments=arguments,
+        environment=environment,
+    )
+    said = "ranks [1] of 2 did not start BytePS within 3 s (BYTEPS_START_TIMEOUT_S)"
+    assert said in job.log_of(0).read_text(encoding="utf-8")
+
+
 def test_without_the_flag_byteps_is_not_touched(train: Callable[..., Trained]) -> None:
     run = train()
     assert run.job.result(0).byteps_imported is False

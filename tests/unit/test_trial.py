@@ -77,6 +77,7 @@ def test_plain_script_gets_variables(env: dict[str, str], wanted: dict[str, str]
 
 def _report(seconds: float, **changed: Any) -> dict[str, Any]:
     usual = {"ranks": 4, "hosts": 2, "backend": "nccl", "pushed": 1, "loss": 2.0}
+    usual["lacks_fsdp"] = False
     return {**usual, "times": [seconds], **changed}
 
 
@@ -113,6 +114,8 @@ def test_answer_says_why_nothing_is_gained() -> None:
     assert _answer(slow, [_report(1.0, pushed=0)]).endswith(
         "leaves all gradients of this job to it"
     )
+    lacking = _answer(slow, [_report(1.0, pushed=0, lacks_fsdp=True)])
+    assert "or set BYTEPS_FSDP_DTYPES=int8,int8 and try again" in lacking
     assert "No loss was seen" in _answer([_report(2.0, loss=None)], fast)
     assert "differ by +5.00 %" in _answer(slow, [_report(1.0, loss=2.1)])
 

@@ -122,8 +122,8 @@ class Start:
                 return answer
         raise byteps_error(
             f"BytePS: rank 0 did not answer within {self._timeout_s:g} s "
-            "(BYTEPS_START_TIMEOUT_S): did it call bps.init(), and is DMLC_PS_ROOT_URI set on all "
-            "ranks or on none?"
+            "(BYTEPS_START_TIMEOUT_S): does its host have BYTEPS_C10D=1 or the flag too, or did it "
+            "call bps.init()? Is DMLC_PS_ROOT_URI set on all ranks or on none?"
         )
 
     def _offer(self) -> Message:

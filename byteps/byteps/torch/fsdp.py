@@ -85,6 +85,11 @@ def is_asked() -> bool:
     return c_lib.is_set("BYTEPS_FSDP_DTYPES")
 
 
+def was_advised() -> bool:
+    """Return whether this process has said that FSDP2's gradients do not use the servers."""
+    return bool(_advised)
+
+
 def install() -> None:
     """Apply BYTEPS_FSDP_DTYPES to all FSDP2 modules of this process. A second call does nothing.
 

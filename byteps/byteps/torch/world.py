@@ -7,13 +7,14 @@ import functools
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from byteps.cost_model import Servers
-from byteps.launcher import embedded, places
+from byteps.launcher import embedded, meeting, places
 from byteps.launcher.places import LocalPlace, host_name
 from byteps.torch import c_lib, engine, operations, session
 from byteps.torch.figures import setting
@@ -37,6 +38,29 @@ def find_place(
     """
     mine = LocalPlace.own(os.environ, host_name())
     return places.find_locals(exchange(mine))[rank]
+
+
+def demand_all(store: meeting.Store, rank: int, size: int, flag: str) -> None:
+    """Return once all ranks of torch.distributed have called this.
+
+    A rank that was not told to use BytePS goes on to another collective, so a collective here would
+    hang.
+
+    Args:
+        store: torch.distributed's store.
+        flag: what makes a rank call this, for the error.
+
+    Raises:
+        BytePSError: a rank has not called this within BYTEPS_START_TIMEOUT_S. The text names it.
+    """
+    limit_s = setting("BYTEPS_START_TIMEOUT_S", float)
+    try:
+        meeting.meet(store, "ranks", rank, size, time.monotonic() + limit_s)
+    except meeting.AbsentError as error:
+        raise BytePSError(
+            f"ranks {error.members} of {size} did not start BytePS within {limit_s:g} s "
+            f"(BYTEPS_START_TIMEOUT_S): give every host the same launch line, with {flag}"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,6 +132,7 @@ class Meter:
             "loss": None if self._losses[-1] is None else float(self._losses[-1]),
             "joined": _is_joined(),
             "pushed": _pushed_bytes(),
+            "lacks_fsdp": _lacks_fsdp(),
             "launch": self._settings.token,
             "host": host_name(),
         }
@@ -183,6 +184,7 @@ class Meter:
             "loss": statistics.fmean(losses) if losses else None,
             "joined": any(one["joined"] for one in told),
             "pushed": sum(one["pushed"] for one in told),
+            "lacks_fsdp": any(one["lacks_fsdp"] for one in told),
             "firsts": firsts,
             "leader": {
                 "token": self._settings.token,
@@ -268,6 +270,12 @@ def _is_joined() -> bool:
     from byteps.torch import session
 
     return session.is_initialized()
+
+
+def _lacks_fsdp() -> bool:
+    """Return whether FSDP2 reduces gradients, and no variable sends them through the servers."""
+    fsdp = sys.modules.get("byteps.torch.fsdp")
+    return fsdp is not None and fsdp.was_advised()
 
 
 def _pushed_bytes() -> int:

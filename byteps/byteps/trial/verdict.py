@@ -87,6 +87,11 @@ def answer(plain: Side, ours: Side, added: str) -> str:
     if report["ranks"] == 1 or report["hosts"] == 1:
         why = f"all {report['ranks']} ranks are on one host, where nothing crosses a network"
         return f"keep {native}: {why}"
+    if any(one["lacks_fsdp"] for one in ours.reports):
+        return (
+            f"keep {native}, or set BYTEPS_FSDP_DTYPES=int8,int8 and try again: without it FSDP2's "
+            "gradients and parameters do not use the servers"
+        )
     if not any(one["pushed"] for one in ours.reports):
         return f"keep {native}: on these hosts BytePS also leaves all gradients of this job to it"
     if gain < ENOUGH:

@@ -51,7 +51,8 @@ def initialize(quorum: str | None = None) -> None:
 
     Raises:
         RuntimeError: BytePS is not installed, or its ranks differ from torch.distributed's.
-        byteps.torch.BytePSError: the scheduler or a server cannot be reached.
+        byteps.torch.BytePSError: the scheduler or a server cannot be reached, or a rank does not
+            call this.
     """
     global _count, _each_step, _job, _peers
     bps = bytepslib.byteps
@@ -59,6 +60,8 @@ def initialize(quorum: str | None = None) -> None:
         raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not bps.is_initialized():
+        store = torch.distributed.distributed_c10d._get_default_store()
+        bytepslib.world.demand_all(store, rank, size, "--use-dpu-reduce or --dpu-preset")
         local = bytepslib.world.find_place(rank, _told_by_all)
         bps.init(quorum=quorum, local=local)
         _job = None
