@@ -155,7 +155,9 @@ def saved(job: Job) -> None:
         assert feedback_state.state_dict() == {}
         assert all(map(torch.equal, sums(range(3)), first))
     feedback_state.load_state_dict({"saved": {"lost": torch.zeros(count + 1)}})
-    with job.check_raises("another size", ValueError, "has 600004 values, but the tensor has 600003"):
+    with job.check_raises(
+        "another size", ValueError, "has 600004 values, but the tensor has 600003"
+    ):
         sums(range(1))
     bps.shutdown()
 
