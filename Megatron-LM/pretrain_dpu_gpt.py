@@ -289,7 +289,7 @@ def train(args: Any, model: Any | None, recorder: StepRecorder | None) -> None:
 
 
 def train_by_0_18(args: Any, model: Any | None, recorder: StepRecorder | None) -> None:
-    """Train with Megatron 0.18, where files beside this one build the model."""
+    """Train with Megatron 0.18, where two files in the same folder build the model."""
     from gpt_builders import gpt_builder  # type: ignore[import-not-found]
     from model_provider import model_provider  # type: ignore[import-not-found]
 

@@ -14,7 +14,7 @@ from . import rl_task
 
 _STEPS = 400
 _WRONG = 100
-"""Number of wrong answers in each step, beside one right answer to each sum."""
+"""Number of wrong answers in each step, in addition to one right answer to each sum."""
 
 
 def make_reward_model(folder: Path, base: Path, seed: int = 1) -> Path:
