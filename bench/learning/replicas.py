@@ -77,7 +77,8 @@ class Replicas:
         if is_summed:
             gradients = servers_mean(gradients).expand_as(gradients)
         for row, gradient in enumerate(gradients):
-            self._update(row, gradient.float(), numbers)
+            state = self._master[row], self._mean[row], self._square[row]
+            self._adamw.update(gradient.float(), *state, numbers)
         if self._steps % self._recipe.every == 0:
             self._exchange(is_summed)
         self._replica_held.copy_(self._master)
@@ -87,18 +88,6 @@ class Replicas:
         if self._steps % self._recipe.every:
             self._exchange(is_summed=False)
         self.held.copy_(self.outer)
-
-    def _update(self, row: int, gradient: torch.Tensor, numbers: torch.Tensor) -> None:
-        adamw = self._adamw
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        gradient.mul_((adamw.clip / (norm + 1e-6)).clamp(max=1.0).float())
-        keep, root, rate = numbers.unbind()
-        master, mean, square = self._master[row], self._mean[row], self._square[row]
-        master.mul_(keep)
-        mean.lerp_(gradient, 1 - adamw.beta1)
-        square.mul_(adamw.beta2).addcmul_(gradient, gradient, value=1 - adamw.beta2)
-        denominator = square.sqrt().div_(root).add_(adamw.eps)
-        master.add_(mean.mul(rate).div_(denominator))
 
     def _exchange(self, is_summed: bool) -> None:
         """Make an outer step. While gradients are summed, the outer parameters follow the common

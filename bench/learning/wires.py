@@ -71,6 +71,30 @@ class AdamW:
         root = (1 - self.beta2**step) ** 0.5
         return [keep, root, -(rate / (1 - self.beta1**step))]
 
+    def update(
+        self,
+        gradient: torch.Tensor,
+        master: torch.Tensor,
+        mean: torch.Tensor,
+        square: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> None:
+        """Step in place, with the same operations as AdamWLoop of server/optimizer/update.cc.
+
+        Args:
+            gradient: averaged, fp32; clipped in place.
+            numbers: result of `numbers`, fp32, on the device.
+        """
+        if self.clip > 0:
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            gradient.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0).float())
+        keep, root, rate = numbers.unbind()
+        master.mul_(keep)
+        mean.lerp_(gradient, 1 - self.beta1)
+        square.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        denominator = square.sqrt().div_(root).add_(self.eps)
+        master.add_(mean.mul(rate).div_(denominator))
+
 
 class Hosts:
     """Parameters of all hosts, and the fp32 state of AdamW.
@@ -156,7 +180,7 @@ class Hosts:
         else:
             self._mean_of_blocks(few, total)
             kept_total.copy_(servers_mean(kept))
-        self._update(numbers)
+        self.adamw.update(self.total, self.master, self.mean, self.square, numbers)
         if self.recipe.gathers:
             self._gather()
         elif self.recipe.servers and self.recipe.up != "bf16":
@@ -195,19 +219,6 @@ class Hosts:
         wire.encode(values, form, self._down)
         wire.decode(self._down, form, values)
         self.held[self._shards] = values
-
-    def _update(self, numbers: torch.Tensor) -> None:
-        """Compute the same as AdamWLoop of server/optimizer/update.cc."""
-        adamw, gradient = self.adamw, self.total
-        if adamw.clip > 0:
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            gradient.mul_((adamw.clip / (norm + 1e-6)).clamp(max=1.0).float())
-        keep, root, rate = numbers.unbind()
-        self.master.mul_(keep)
-        self.mean.lerp_(gradient, 1 - adamw.beta1)
-        self.square.mul_(adamw.beta2).addcmul_(gradient, gradient, value=1 - adamw.beta2)
-        denominator = self.square.sqrt().div_(root).add_(adamw.eps)
-        self.master.add_(self.mean.mul(rate).div_(denominator))
 
     def _send_differences(self) -> None:
         """Round the differences of the servers' parameters to the hosts', as servers send them."""
