@@ -291,7 +291,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
     args = Namespace(consumed_train_samples=0, train_iters=10)
     for iteration in (1, 2):
         assert not hooks.told_to_end(args, [0, 0])
-        hooks.between_steps(args, [], None, None, iteration, 0.0)
+        hooks.iteration_ended(args, [], None, None, iteration, 0.0)
     assert said == [False, True, True]
 
 

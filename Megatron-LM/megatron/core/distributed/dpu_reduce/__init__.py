@@ -10,7 +10,7 @@ gradient scaling, and the optimizer's inputs.
 Megatron calls this package through the hooks below, each in a line or two. The rule for hooks:
 Megatron calls a hook unconditionally, and the hook checks its flag first (``use_dpu_reduce`` or
 ``dpu_optimizer``, in ``hooks``). So a flag is tested in a single place, and without it a hook costs
-only a call. Two hooks only decide whether another is called: ``takes`` and ``keeps_optimizer``.
+only a call. Two hooks only decide whether another is called: ``reduces`` and ``keeps_optimizer``.
 
 ============================  ======================================================
 ``add_arguments``             the argument parser is being built
@@ -20,9 +20,9 @@ only a call. Two hooks only decide whether another is called: ``takes`` and ``ke
 ``validate_ddp_config``       a ``DistributedDataParallelConfig`` is created
 ``fully_sharded``             a fully sharded wrapper is built: log which sums it keeps
 ``initialize``                torch.distributed is initialized: start BytePS once
-``apart``                     DDP has grouped parameters: move some to separate buffers
+``separate_buffers``          DDP has grouped parameters: move some to separate buffers
 ``register``                  a ``DistributedDataParallel`` was built: plan its buckets
-``takes``                     a bucket group is ready: does BytePS sum it?
+``reduces``                   a bucket group is ready: does BytePS sum it?
 ``start_grad_sync``           if so: sum it
 ``outer_reduction``           shards are ready: sum them over replicas
 ``outside_graph``             decorator for the recording and replay of a step's CUDA graph
@@ -38,12 +38,12 @@ only a call. Two hooks only decide whether another is called: ``takes`` and ``ke
 ``replicas_of``               the data-parallel size is derived: count the replicas
 ``model_is_built``            model and optimizer are built, datasets are not
 ``training_begins``           datasets are built too
-``in_turn``                   decorator for functions that build datasets
+``serialize_dataset_builds``  decorator for functions that build datasets
 ``sum_over_replicas``         data-parallel ranks have summed a few numbers
 ``agreed_norm``               the gradient norm is known
 ``wanted_by_any``             does a rank of any replica want to end the job?
-``between_steps``             an iteration has ended: a replica may join
-``saves_checkpoint``          a checkpoint is due: does this replica save it?
+``iteration_ended``           an iteration has ended: a replica may join
+``saved_once``                decorator for the function that saves a checkpoint
 ``shutdown``                  training has ended
 ============================  ======================================================
 
@@ -90,12 +90,10 @@ from .bucket_op import BucketOp, bucket_name, group_name
 from .hooks import (
     add_checkpoint_metadata,
     agreed_norm,
-    apart,
     ask_for_feedback,
-    between_steps,
     gradients_will_be_zeroed,
-    in_turn,
     initialize,
+    iteration_ended,
     keeps_optimizer,
     leaves_out_step,
     make_server_optimizer,
@@ -103,17 +101,19 @@ from .hooks import (
     model_is_built,
     outer_reduction,
     outside_graph,
+    reduces,
     register,
     replicas_of,
     save_feedback,
     saved_once,
     saves_are_written,
+    separate_buffers,
+    serialize_dataset_builds,
     shutdown,
     start_grad_sync,
     state_is_loaded,
     step_ended,
     sum_over_replicas,
-    takes,
     told_to_end,
     training_begins,
     wait_for_parameters,
@@ -130,15 +130,13 @@ __all__ = [
     "add_arguments",
     "add_checkpoint_metadata",
     "agreed_norm",
-    "apart",
     "ask_for_feedback",
-    "between_steps",
     "bucket_name",
     "fully_sharded",
     "gradients_will_be_zeroed",
     "group_name",
-    "in_turn",
     "initialize",
+    "iteration_ended",
     "keeps_optimizer",
     "leaves_out_step",
     "make_server_optimizer",
@@ -146,17 +144,19 @@ __all__ = [
     "model_is_built",
     "outer_reduction",
     "outside_graph",
+    "reduces",
     "register",
     "replicas_of",
     "save_feedback",
     "saved_once",
     "saves_are_written",
+    "separate_buffers",
+    "serialize_dataset_builds",
     "shutdown",
     "start_grad_sync",
     "state_is_loaded",
     "step_ended",
     "sum_over_replicas",
-    "takes",
     "told_to_end",
     "training_begins",
     "translate_args",

@@ -51,17 +51,17 @@ def initialize(args: Namespace | None = None) -> None:
         replica_changes.wait_for_training(args)
 
 
-def apart(
+def separate_buffers(
     ddp: DistributedDataParallel,
     buffers: summed_later.Buffers,
     names: Mapping[torch.nn.Parameter, str],
     config: TransformerConfig,
 ) -> summed_later.Buffers:
     """Move some parameters to separate buffers, after DDP has grouped them: see
-    :func:`.summed_later.apart`."""
+    :func:`.summed_later.separate_buffers`."""
     if not ddp.ddp_config.dpu_optimizer:
         return buffers
-    return summed_later.apart(ddp, buffers, names, config)
+    return summed_later.separate_buffers(ddp, buffers, names, config)
 
 
 def register(ddp: DistributedDataParallel) -> None:
@@ -70,7 +70,7 @@ def register(ddp: DistributedDataParallel) -> None:
         plan.register(ddp)
 
 
-def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
+def reduces(bucket_group: _ParamAndGradBucketGroup) -> bool:
     """Return whether BytePS sums the bucket group; otherwise Megatron issues its own
     collectives."""
     if not bucket_group.ddp_config.use_dpu_reduce:
@@ -81,7 +81,7 @@ def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
 def start_grad_sync(
     bucket_group: _ParamAndGradBucketGroup, force_all_reduce: bool | None = False
 ) -> sums.GradSyncHandle | None:
-    """Sum a ready bucket group that BytePS `takes`: see :func:`.sums.start_grad_sync`, or
+    """Sum a ready bucket group that BytePS `reduces`: see :func:`.sums.start_grad_sync`, or
     :func:`.server_buckets.start_update` if servers update it."""
     if server_buckets.are_updated(bucket_group):
         return server_buckets.start_update(bucket_group)
@@ -242,7 +242,7 @@ def leaves_out_step(
     return job.replicas() > 1 and outer_steps.leaves_out(args, data, model, optimizer, scheduler)
 
 
-def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
+def serialize_dataset_builds(build: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function that builds datasets and caches their indices in files. Replica 0 builds
     first; the other replicas, which may share the files, then read them."""
 
@@ -343,7 +343,7 @@ def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, schedu
         replica_changes.join(args, model, optimizer, scheduler)
 
 
-def between_steps(
+def iteration_ended(
     args: Namespace,
     model: Sequence[Any],
     optimizer: Any,
@@ -351,10 +351,10 @@ def between_steps(
     iteration: int,
     operations: float,
 ) -> None:
-    """Call after each iteration: see :func:`.replica_changes.between_steps`."""
+    """Call after each iteration: see :func:`.replica_changes.change_replicas`."""
     if job.replicas() == 1:
         return
-    replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
+    replica_changes.change_replicas(args, model, optimizer, scheduler, iteration, operations)
     if iteration == args.train_iters:
         replica_changes.forget()
 

@@ -221,7 +221,7 @@ def _of_servers(state: replica_state.State) -> str:
     return f"and {megabytes:.1f} MB from the servers " if megabytes else ""
 
 
-def between_steps(
+def change_replicas(
     args: Namespace,
     model: Sequence[Any],
     optimizer: Any,

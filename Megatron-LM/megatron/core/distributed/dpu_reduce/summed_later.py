@@ -136,7 +136,7 @@ class SummedLater:
         )
 
 
-def apart(
+def separate_buffers(
     ddp: DistributedDataParallel,
     buffers: Buffers,
     names: Mapping[torch.nn.Parameter, str],
