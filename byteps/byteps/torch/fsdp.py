@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from byteps.torch import c_lib, session, wire
 from byteps.torch.c10d import scatters
-from byteps.torch.c10d.reductions import SUMMED, Settings
+from byteps.torch.c10d.reductions import SUMMED, Settings, joined, tell
 from byteps.torch.c10d.replaced import replace_method
 from byteps.torch.figures import setting
+from byteps.torch.routes import COLLECTIVE, Decision
 from byteps.torch.wire import WireType
 from torch._compile import _disable_dynamo
 
@@ -243,6 +244,7 @@ def all_gather(
     ):
         return native(owner, output_tensor, input_tensor, group, async_op)
     form = wire.int8()
+    _tell_of_gathers(tuple(dist.get_process_group_ranks(group)), input_tensor.dtype)
     # FSDP2 waits for any work that it is given before it copies the parameters. On a CPU it gathers
     # the next layer's parameters ahead, which hides nothing if the gather holds up the host.
     is_awaited_later = async_op or not input_tensor.is_cuda
@@ -256,6 +258,21 @@ def all_gather(
         return work
     work.wait()
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_of_gathers(ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Log once, on the lowest rank, in which type parameters are gathered, and what that saves."""
+    hosts = joined().hosts
+    part = wire.int8().nbytes(wire.BLOCK) / (wire.BLOCK * dtype.itemsize)
+    tell(
+        "all-gathers",
+        ranks,
+        tuple(hosts[rank] for rank in ranks),
+        dtype,
+        Decision(route=COLLECTIVE, why=f"in {part:.2f} of the bytes", loads={}, seconds={}),
+        Settings(backend=COLLECTIVE, min_bytes=1, wire_dtype="int8"),
+    )
 
 
 class _Gathering(dist._Work):
