@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +26,13 @@ MIXED = {"cpu": "gloo", "cuda": "nccl"}
 """Backends inside a group whose script asks for ``byteps``."""
 
 SWITCH = "BYTEPS_C10D"
-VARIABLES = (SWITCH, f"{SWITCH}_BACKEND", f"{SWITCH}_MIN_BYTES", f"{SWITCH}_WIRE_DTYPE")
+NEED_SWITCH = (
+    f"{SWITCH}_BACKEND",
+    f"{SWITCH}_MIN_BYTES",
+    f"{SWITCH}_WIRE_DTYPE",
+    "BYTEPS_FSDP_DTYPES",
+)
+"""Variables that need the switch in a script that does not import ``byteps.torch``."""
 
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -139,13 +146,40 @@ def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
         group.bind(device)
 
 
+def lacking_switch(environ: Mapping[str, str]) -> str:
+    """Describe variables that do nothing without the switch; empty: there are none."""
+    useless = " and ".join(name for name in NEED_SWITCH if environ.get(name))
+    if SWITCH in environ or not useless:
+        return ""
+    return (
+        f"{useless} without {SWITCH}=1: nothing of a script goes through BytePS. Set {SWITCH}=1 on "
+        f"all hosts, or unset {useless}"
+    )
+
+
 def _warn_of_misspelt() -> None:
-    """Warn of variables that look like a misspelt switch: a job without the switch reads none, and
-    trains without BytePS."""
+    """Warn of variables that look like a misspelt one of this module: a job without the switch
+    reads none, and trains without BytePS."""
+    known = (SWITCH, *NEED_SWITCH)
     for name in os.environ:
-        if name.startswith(SWITCH[:-1]) and name not in VARIABLES:
-            near = difflib.get_close_matches(name, VARIABLES, n=1) or [SWITCH]
-            _logger.warning("there is no variable %s: did you mean %s?", name, near[0])
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and (near or name.startswith(SWITCH[:-1])):
+            _logger.warning("there is no variable %s: did you mean %s?", name, (near or known)[0])
+
+
+def _warn_at_first_group(warning: str) -> None:
+    """Log a warning when the script makes a process group, unless it has imported `byteps.torch`:
+    its hooks, and Megatron with ``--use-dpu-reduce``, read the variables without the switch."""
+    inside = dist.distributed_c10d
+    make = inside._new_process_group_helper
+
+    def warning_first(*arguments: Any, **named: Any) -> Any:
+        if warning not in _told and "byteps.torch" not in sys.modules:
+            _logger.warning(warning)
+        _told.add(warning)
+        return make(*arguments, **named)
+
+    inside._new_process_group_helper = warning_first
 
 
 def autoload() -> None:
@@ -153,6 +187,8 @@ def autoload() -> None:
     -m byteps.trial``, measure this process's steps."""
     if SWITCH not in os.environ and os.environ.get("RANK", "0") == "0":
         _warn_of_misspelt()
+        if (warning := lacking_switch(os.environ)) and dist.is_available():
+            _warn_at_first_group(warning)
     if os.environ.get(SWITCH, "0") not in ("", "0"):
         import byteps.distribution  # noqa: F401  It refuses another distribution's files.
 

@@ -58,8 +58,12 @@ def test_doctor(run_dir: Path) -> None:
         assert text in said.stdout, text
     assert "2 ranks on each of 4 hosts" in said.stdout
     assert "would start 1 server on each" in said.stdout
-    assert "in fp32: NCCL or gloo (servers would be 1.00 x as fast)" in said.stdout
-    assert "in int8: servers, node-first (1.97 x as fast as the collective)" in said.stdout
+    bytes_alone = "by bytes over the NICs, not measured"
+    assert f"in fp32: NCCL or gloo (servers would be 1.00 x as fast, {bytes_alone})" in said.stdout
+    assert (
+        f"in int8: servers, node-first (1.97 x as fast as the collective, {bytes_alone})"
+        in said.stdout
+    )
 
 
 def test_doctor_finds_what_is_wrong(run_dir: Path) -> None:
@@ -69,6 +73,9 @@ def test_doctor_finds_what_is_wrong(run_dir: Path) -> None:
     wrong = [line for line in found.stdout.splitlines() if line.startswith("WRONG ")]
     for text in ("did you mean BYTEPS_PARTITION_BYTES?", "--new-secret FILE' makes one"):
         assert any(text in line for line in wrong), found.stdout
+    found = run(run_dir, "doctor", BYTEPS_C10D_WIRE_DTYPE="int3")
+    assert found.stdout.count("WRONG BYTEPS_C10D_WIRE_DTYPE='int3'") == 1, found.stdout
+    assert "note  BYTEPS_C10D_WIRE_DTYPE without BYTEPS_C10D=1: nothing" in found.stdout
 
 
 def test_bench(run_dir: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from byteps import c10d_plugin
 from byteps.c10d_plugin import Asked
+
+from scripts.children import captured
+from tests.multiproc.cluster import START_S, clean_environment
 
 
 @pytest.mark.parametrize(
@@ -51,14 +56,37 @@ def test_others_are_not_and_a_line_says_so(
     assert [record.getMessage().count(name) for record in caplog.records] == [1]
 
 
-def test_a_misspelt_switch_is_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("BYTEPS_C10", "BYTEPS_C10D"),
+        ("BYTEPS_CD10", "BYTEPS_C10D"),
+        ("BYTPES_C10D", "BYTEPS_C10D"),
+        ("BYTEPS_FSDP_DTYPE", "BYTEPS_FSDP_DTYPES"),
+    ],
+)
+def test_a_misspelt_variable_is_told(
+    name: str, meant: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables of hooks without the switch are right: hooks read them."""
     monkeypatch.delenv("BYTEPS_C10D", raising=False)
-    monkeypatch.setenv("BYTEPS_C10D_WIRE_DTYPE", "int8")
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("BYTEPS_PINNED_BYTES", "1")
     c10d_plugin.autoload()
-    assert not caplog.records
-    monkeypatch.setenv("BYTEPS_C10", "1")
-    c10d_plugin.autoload()
-    assert caplog.messages == ["there is no variable BYTEPS_C10: did you mean BYTEPS_C10D?"]
+    assert caplog.messages == [f"there is no variable {name}: did you mean {meant}?"]
+
+
+def test_variables_without_the_switch_are_told_once_a_group_is_made(tmp_path: Path) -> None:
+    """Hooks of `byteps.torch` read the variables without the switch."""
+    group = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+    )
+    names = ("BYTEPS_C10D_WIRE_DTYPE", "BYTEPS_FSDP_DTYPES")
+    env = {**clean_environment(tmp_path), **dict.fromkeys(names, "int8")}
+    assert not c10d_plugin.lacking_switch({**env, "BYTEPS_C10D": "0"})
+    for before, told in (("", 1), ("import byteps.torch\n", 0)):
+        script = [sys.executable, "-c", f"{before}{group}dist.new_group()"]
+        said = captured(script, START_S, env=env)
+        assert said.returncode == 0, said.stderr
+        assert said.stderr.count("Set BYTEPS_C10D=1 on all hosts") == told, said.stderr
+        assert said.stderr.count(f"{' and '.join(names)} without BYTEPS_C10D=1") == told

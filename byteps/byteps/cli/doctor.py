@@ -36,18 +36,25 @@ class Doctor:
             ranks: number of ranks per host; None: one per GPU of this host, or one without GPUs.
         """
         self._hosts, self._ranks = hosts, ranks
+        self._printed: set[str] = set()
         self.is_well = True
 
     def ok(self, text: str) -> None:
-        print(f"ok    {text}", flush=True)
+        self._print(f"ok    {text}")
 
     def note(self, text: str) -> None:
-        print(f"note  {text}", flush=True)
+        self._print(f"note  {text}")
 
     def wrong(self, text: str) -> None:
         """Print a fault, with its repair."""
-        print(f"{_WRONG} {text}", flush=True)
+        self._print(f"{_WRONG} {text}")
         self.is_well = False
+
+    def _print(self, line: str) -> None:
+        """Print a line that was not printed before: several checks may find the same fault."""
+        if line not in self._printed:
+            print(line, flush=True)
+        self._printed.add(line)
 
     def look(self) -> None:
         """Examine everything, and continue after a fault."""
@@ -58,6 +65,7 @@ class Doctor:
             self._looks_well(lambda: self._roles(executable))
         self._secret()
         if has_engine:
+            self._switch()
             self._looks_well(self._plan)
 
     def _looks_well(self, look: Callable[[], None]) -> bool:
@@ -153,9 +161,18 @@ class Doctor:
             for line in (done.stdout + done.stderr).splitlines():
                 if is_alone and line.startswith(_WRONG):
                     continue  # no scheduler is there yet
-                print(line, flush=True)
+                self._print(line)
             if done.returncode and not is_alone:
                 self.is_well = False
+
+    def _switch(self) -> None:
+        from byteps.c10d_plugin import lacking_switch
+
+        if lacking := lacking_switch(os.environ):
+            self.note(
+                f"{lacking}. (A script that imports byteps.torch, and --use-dpu-reduce, need no "
+                "switch)"
+            )
 
     def _secret(self) -> None:
         name = os.environ.get("BYTEPS_SECRET_FILE")
