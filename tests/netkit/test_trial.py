@@ -23,6 +23,7 @@ from tests.multiproc.cluster import (
 
 pytestmark = pytest.mark.requires("root")
 
+INT8 = "BytePS with gradients in int8"
 MARK = "TRIAL_TEST_MARK"
 TREE = Path(__file__).parents[2] / "build/Megatron-LM"
 GPT = (
@@ -99,8 +100,8 @@ def test_plain_script(run_dir: Path) -> None:
         assert [kind for kind, _ in kinds] == ["plain", "BytePS"] * 2
         assert all(abs(float(loss) / float(kinds[0][1]) - 1) < 0.05 for _, loss in kinds)
         assert re.search(
-            r"^Answer: keep (BytePS \(BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE=int8\): \d+\.\d\d x as "
-            r"fast as gloo\. The losses differ by|gloo: BytePS is \d+\.\d\d x)",
+            rf"^Answer: keep ({INT8} \(BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE=int8\): \d+\.\d\d x as "
+            rf"fast as gloo\. The losses differ by|gloo: {INT8} is \d+\.\d\d x)",
             text,
             re.M,
         ), text
@@ -126,7 +127,9 @@ def test_megatron_by_torchrun(run_dir: Path) -> None:
         )
         assert len(losses) == 4 and losses[0] == losses[2], text
         assert re.search(
-            r"^Answer: keep (BytePS \(--dpu-preset own-hosts\)|gloo): .*\d+\.\d\d x", text, re.M
+            rf"^Answer: keep ({INT8} \(--dpu-preset own-hosts\)|gloo): .*\d+\.\d\d x",
+            text,
+            re.M,
         ), text
         assert "try it with --use-distributed-optimizer --overlap-grad-reduce --overlap-" in text
     assert not list(checkpoints.glob("iter*"))

@@ -35,7 +35,7 @@ OURS = (
 
 def test_plain_line_has_none_of_our_flags() -> None:
     assert command.plain(OURS).words == MEGATRON
-    assert "BYTEPS_C10D" in command.plain(OURS).unset
+    assert command.plain(OURS).env == {"BYTEPS_C10D": "0"}
 
 
 def test_line_without_our_flags_gets_the_preset() -> None:
@@ -67,12 +67,39 @@ def test_trial_saves_no_checkpoint() -> None:
             {"BYTEPS_C10D": "1", "BYTEPS_C10D_WIRE_DTYPE": "int4"},
         ),
         ({"BYTEPS_C10D": "1"}, {"BYTEPS_C10D": "1"}),
+        (
+            {"BYTEPS_C10D": "1", "BYTEPS_FSDP_DTYPES": "int4,int8"},
+            {"BYTEPS_C10D": "1", "BYTEPS_FSDP_DTYPES": "int4,int8"},
+        ),
     ],
 )
 def test_plain_script_gets_variables(env: dict[str, str], wanted: dict[str, str]) -> None:
     ours = command.through_servers(("torchrun", "train.py"), env, "int8", is_megatron=False)
     assert ours.words == ("torchrun", "train.py")
     assert ours.env == wanted
+
+
+INT8 = "BytePS with gradients in int8"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "wanted"),
+    [
+        (MEGATRON, {}, "gradients in int8"),
+        (OURS, {}, "gradients in int4"),
+        ((*MEGATRON, "--use-dpu-reduce"), {}, "gradients in their own type"),
+        ((*MEGATRON, "--dpu-preset", "own-hosts"), {}, "gradients in int8"),
+        (None, {}, "gradients in int8"),
+        (None, {"BYTEPS_C10D": "1"}, "gradients in their own type"),
+        (None, {"BYTEPS_FSDP_DTYPES": "int4,int8"}, "gradients in int4 and parameters in int8"),
+    ],
+)
+def test_answer_names_the_types_that_were_tried(
+    words: tuple[str, ...] | None, env: dict[str, str], wanted: str
+) -> None:
+    is_megatron = words is not None
+    ours = command.through_servers(words or ("train.py",), env, "int8", is_megatron=is_megatron)
+    assert command.types_text(ours, is_megatron=is_megatron) == wanted
 
 
 def _report(seconds: float, **changed: Any) -> dict[str, Any]:
@@ -83,21 +110,28 @@ def _report(seconds: float, **changed: Any) -> dict[str, Any]:
 
 def _answer(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
     return verdict.answer(
-        Side(name="plain", reports=plain), Side(name="BytePS", reports=ours), "FLAGS"
+        Side(name="plain", reports=plain),
+        Side(name="BytePS", reports=ours),
+        "FLAGS",
+        "gradients in int8",
     )
 
 
 @pytest.mark.parametrize(
     ("plain", "ours", "wanted"),
     [
-        ((1.0, 1.1), (0.5, 0.6), "keep BytePS (FLAGS): 1.91 x as fast as NCCL"),
-        ((1.0, 1.0), (0.99, 0.98), "keep NCCL: BytePS is 1.02 x as fast, which is no gain"),
+        (
+            (1.0, 1.1),
+            (0.5, 0.6),
+            "keep BytePS with gradients in int8 (FLAGS): 1.91 x as fast as NCCL",
+        ),
+        ((1.0, 1.0), (0.99, 0.98), f"keep NCCL: {INT8} is 1.02 x as fast, which is no gain"),
         (
             (1.0, 2.0),
             (0.9, 1.5),
-            "keep NCCL: BytePS is 1.25 x as fast, but launches of each differ",
+            f"keep NCCL: {INT8} is 1.25 x as fast, but launches of each differ",
         ),
-        ((1.0, 1.0), (2.0, 2.0), "keep NCCL: BytePS is 0.50 x as fast, which is no gain"),
+        ((1.0, 1.0), (2.0, 2.0), f"keep NCCL: {INT8} is 0.50 x as fast, which is no gain"),
     ],
 )
 def test_answer_wants_a_gain_beyond_the_spread(
@@ -112,7 +146,7 @@ def test_answer_says_why_nothing_is_gained() -> None:
     slow, fast = [_report(2.0)], [_report(1.0)]
     assert "on one host" in _answer(slow, [_report(1.0, hosts=1)])
     assert _answer(slow, [_report(1.0, pushed=0)]).endswith(
-        "leaves all gradients of this job to it"
+        "leaves all gradients of this job to it, too"
     )
     lacking = _answer(slow, [_report(1.0, pushed=0, lacks_fsdp=True)])
     assert "or set BYTEPS_FSDP_DTYPES=int8,int8 and try again" in lacking

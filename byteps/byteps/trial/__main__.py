@@ -44,14 +44,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--steps", type=int, default=10, metavar="N", help="timed per launch (default: 10)"
-    )
+        "--steps", type=int, default=10, metavar="N",
+        help="timed per launch, at least 1 (default: 10)",
+    )  # fmt: skip
     parser.add_argument(
-        "--skip", type=int, default=3, metavar="N", help="steps before these (default: 3)"
-    )
+        "--skip", type=int, default=3, metavar="N",
+        help="steps before these, at least 1 (default: 3)",
+    )  # fmt: skip
     parser.add_argument(
-        "--launches", type=int, default=2, metavar="N", help="of each kind (default: 2)"
-    )
+        "--launches", type=int, default=2, metavar="N",
+        help="of each kind, at least 2 (default: 2)",
+    )  # fmt: skip
     parser.add_argument(
         "--wire", choices=command.WIRES, default="int8",
         help="type in which gradients travel, if the line does not say; same: as they are reduced "
@@ -92,21 +95,22 @@ class _Trial:
             sides[ours].append(report)
         plain, through = Side(name="plain", reports=sides[0]), Side(name="BytePS", reports=sides[1])
         at = plain.reports[0]
+        types = command.types_text(launch, is_megatron=at["is_megatron"])
         print(
             f"\n{at['ranks']} ranks on {at['hosts']} host{'s' * (at['hosts'] > 1)}, "
             f"{options.launches} launches of each, "
             f"{options.steps} steps after {options.skip}:\n\n"
             f"{verdict.table(plain, through, options.skip + options.steps)}\n\n"
-            f"Answer: {verdict.answer(plain, through, self._added(at['is_megatron']))}"
+            f"Answer: {verdict.answer(plain, through, self._added(launch, at), types)}"
         )
         if faster := verdict.faster_plain(at):
             print(faster)
 
-    def _added(self, is_megatron: bool) -> str:
-        words, wire = self._options.command, self._options.wire
-        if is_megatron:
-            return " ".join(command.flags_for(words, wire)) or "your line as it is"
-        return command.through_servers(words, os.environ, wire, is_megatron=False).added
+    def _added(self, ours: command.Launch, report: Message) -> str:
+        if report["is_megatron"]:
+            added = command.flags_for(self._options.command, self._options.wire)
+            return " ".join(added) or "your line as it is"
+        return ours.added
 
     def _launch(self, number: int, name: str, launch: command.Launch) -> Message:
         of = f"launch {number} of {2 * self._options.launches}"

@@ -43,13 +43,12 @@ class Command:
 
     def __init__(self, launch: Launch, env: Mapping[str, str], log: Path) -> None:
         """Start the command. Raises RuntimeError if this fails."""
-        kept = {name: value for name, value in env.items() if name not in launch.unset}
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._child = Child(
             "the command",
             launch.words,
-            {**kept, **launch.env},
+            {**env, **launch.env},
             log,
             before=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )

@@ -14,7 +14,7 @@ WIRES = (SAME, "bf16", "int8", "int4")
 _SWITCHES = {USE, OPTIMIZER}
 _VALUES = {PRESET, WIRE, "--dpu-reduce-backend", "--dpu-outer", "--dpu-quorum"}
 _LISTS = {"--dpu-reduce-keep-bf16"}
-_C10D, _C10D_WIRE = "BYTEPS_C10D", "BYTEPS_C10D_WIRE_DTYPE"
+_C10D, _C10D_WIRE, _FSDP = "BYTEPS_C10D", "BYTEPS_C10D_WIRE_DTYPE", "BYTEPS_FSDP_DTYPES"
 _SAVES = {
     "--save": "--save-interval",
     "--non-persistent-ckpt-type": "--non-persistent-save-interval",
@@ -30,8 +30,6 @@ class Launch:
     words: tuple[str, ...]
     env: Mapping[str, str]
     """Environment variables to set."""
-    unset: frozenset[str] = frozenset()
-    """Environment variables to remove."""
 
     @property
     def added(self) -> str:
@@ -41,7 +39,7 @@ class Launch:
 
 def plain(words: Sequence[str]) -> Launch:
     """Return the command without BytePS."""
-    return Launch(words=_without_saves(_without_flags(words)), env={}, unset=frozenset({_C10D}))
+    return Launch(words=_without_saves(_without_flags(words)), env={_C10D: "0"})
 
 
 def through_servers(
@@ -51,7 +49,8 @@ def through_servers(
     docs/use/when-to-use.md recommends."""
     if not is_megatron:
         has = env.get(_C10D, "0") not in ("", "0")
-        given = {} if has or wire == SAME else {_C10D_WIRE: env.get(_C10D_WIRE) or wire}
+        given = {} if has or wire == SAME else {_C10D_WIRE: wire}
+        given |= {name: env[name] for name in (_C10D_WIRE, _FSDP) if env.get(name)}
         return Launch(words=tuple(words), env={_C10D: env[_C10D] if has else "1", **given})
     return Launch(words=(*_without_saves(words), *flags_for(words, wire)), env={})
 
@@ -63,6 +62,22 @@ def flags_for(words: Sequence[str], wire: str) -> tuple[str, ...]:
     if wire in (SAME, "bf16"):
         return (USE,) if wire == SAME else (USE, WIRE, wire)
     return (PRESET, "own-hosts") if wire == "int8" else (PRESET, "own-hosts", WIRE, wire)
+
+
+def types_text(ours: Launch, *, is_megatron: bool) -> str:
+    """Describe the types in which a launch through servers sends values."""
+    if not is_megatron:
+        gradients, _, parameters = ours.env.get(_FSDP, "").partition(",")
+        gradients = gradients or ours.env.get(_C10D_WIRE, SAME)
+        return _type_text(gradients) + (f" and parameters in {parameters}" if parameters else "")
+    flags = " ".join(ours.words).replace("=", " ").split()
+    if WIRE in flags:
+        return _type_text(flags[flags.index(WIRE) + 1])
+    return _type_text("int8" if PRESET in flags else SAME)
+
+
+def _type_text(wire: str) -> str:
+    return f"gradients in {'their own type' if wire == SAME else wire}"
 
 
 def _without_flags(words: Sequence[str]) -> tuple[str, ...]:

@@ -76,13 +76,14 @@ def table(plain: Side, ours: Side, steps: int) -> str:
     )
 
 
-def answer(plain: Side, ours: Side, added: str) -> str:
+def answer(plain: Side, ours: Side, added: str, types: str) -> str:
     """Return the recommendation, with the reason.
 
     Args:
         added: words that turn the plain command into the other one.
+        types: types in which values travelled, such as "gradients in int8".
     """
-    report, native = ours.reports[0], native_name(plain.reports[0])
+    report, native, tried = ours.reports[0], native_name(plain.reports[0]), f"BytePS with {types}"
     gain = plain.seconds / ours.seconds
     if report["ranks"] == 1 or report["hosts"] == 1:
         why = f"all {report['ranks']} ranks are on one host, where nothing crosses a network"
@@ -93,15 +94,15 @@ def answer(plain: Side, ours: Side, added: str) -> str:
             "gradients and parameters do not use the servers"
         )
     if not any(one["pushed"] for one in ours.reports):
-        return f"keep {native}: on these hosts BytePS also leaves all gradients of this job to it"
+        return f"keep {native}: on these hosts {tried} leaves all gradients of this job to it, too"
     if gain < ENOUGH:
-        return f"keep {native}: BytePS is {gain:.2f} x as fast, which is no gain to rely on"
+        return f"keep {native}: {tried} is {gain:.2f} x as fast, which is no gain to rely on"
     if max(ours.medians) >= min(plain.medians):
         return (
-            f"keep {native}: BytePS is {gain:.2f} x as fast, but launches of each differ by more; "
+            f"keep {native}: {tried} is {gain:.2f} x as fast, but launches of each differ by more; "
             "take more of them (--launches)"
         )
-    return f"keep BytePS ({added}): {gain:.2f} x as fast as {native}. {_of_losses(plain, ours)}"
+    return f"keep {tried} ({added}): {gain:.2f} x as fast as {native}. {_of_losses(plain, ours)}"
 
 
 def faster_plain(report: Message) -> str:
