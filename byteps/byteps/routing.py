@@ -44,6 +44,14 @@ class Network:
     measured_bytes: int = 0
     """Bytes of the tensor with which rates were measured; 0: rates are from NICs or settings."""
 
+    @property
+    def basis(self) -> str:
+        """Description of the numbers from which a ratio of two times is computed."""
+        if self.measured_bytes:
+            return "by measured rates"
+        counted = "bytes and rates of the NICs" if self.host_rate else "bytes over the NICs"
+        return f"by {counted}, not measured"
+
     def seconds(self, route: str, load: Load) -> float:
         """Return the time of a load, in seconds; if rates are unknown, in byte times."""
         host = self.host_rate or 1.0
@@ -197,8 +205,8 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
     ours = best_through_servers(what, network, loads)
     gain = seconds[COLLECTIVE] / seconds[ours]
     if gain * MARGIN >= 1:
-        return decision(ours, f"{gain:.2f} x as fast as the collective")
-    return decision(COLLECTIVE, f"servers would be {gain:.2f} x as fast")
+        return decision(ours, f"{gain:.2f} x as fast as the collective, {network.basis}")
+    return decision(COLLECTIVE, f"servers would be {gain:.2f} x as fast, {network.basis}")
 
 
 def _node_first(what: Sum, why: str) -> tuple[str, str]:

@@ -161,6 +161,17 @@ def test_with_the_optimizer_on_the_servers_all_goes_through_them(
     assert "optimizer on the servers" in describe("dense", [(what, decision)], rates)
 
 
+def test_a_ratio_says_what_it_is_computed_from() -> None:
+    what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
+    rates = network(4, 4, gbps=10)
+    for links, basis in (
+        (network(4, 4), "by bytes over the NICs, not measured"),
+        (rates, "by bytes and rates of the NICs, not measured"),
+        (replace(rates, measured_bytes=M), "by measured rates"),
+    ):
+        assert decide(what, links).why == f"1.50 x as fast as the collective, {basis}"
+
+
 def test_slow_servers_are_left_out_where_rates_are_known() -> None:
     what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
     servers = Servers(hosts=4, extra=4)
