@@ -25,7 +25,7 @@ def ask(program: Path, service: str, lock: Path, ignored: Sequence[str]) -> tupl
     # Strict: without this, a package that cannot be looked up would count as safe.
     command: list[str | Path] = [program, "--strict", "--disable-pip", "--require-hashes"]
     command += ["--requirement", lock, "--vulnerability-service", service, "--desc", "off"]
-    command += [word for one in ignored for word in ("--ignore-vuln", one)]
+    command += [word for number in ignored for word in ("--ignore-vuln", number)]
     done = subprocess.run(
         [*command, "--progress-spinner", "off"], capture_output=True, text=True, check=False
     )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         help="a vulnerability that does not concern this project",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    locks = [one for one in sorted((ROOT / "locks").glob("*.lock")) if one.name[:6] != "torch-"]
+    locks = [lock for lock in sorted((ROOT / "locks").glob("*.lock")) if lock.name[:6] != "torch-"]
     reasons: list[str] = []
     try:
         program = ship_tools() / "pip-audit"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for service in [options.service] if options.service else SERVICES:
-        found = 0
+        vulnerable = 0
         for lock in locks:
             status, said = ask(program, service, lock, options.ignore_vuln)
             if status == UNREACHABLE:
@@ -65,15 +65,15 @@ def main(arguments: Sequence[str]) -> int:
                 break
             if status == FOUND:
                 print(f"# {lock.relative_to(ROOT)}\n{said}")
-                found += 1
+                vulnerable += 1
         else:
-            told = f"{found} with packages that have known vulnerabilities"
-            print(f"audit: {len(locks)} locks compared ({service}), {told}", file=sys.stderr)
-            return FOUND if found else 0
-        if found:
+            outcome = f"{vulnerable} with packages that have known vulnerabilities"
+            print(f"audit: {len(locks)} locks compared ({service}), {outcome}", file=sys.stderr)
+            return FOUND if vulnerable else 0
+        if vulnerable:
             break
     print(f"audit: not everything could be compared ({'; '.join(reasons)})", file=sys.stderr)
-    return FOUND if found else UNREACHABLE
+    return FOUND if vulnerable else UNREACHABLE
 
 
 if __name__ == "__main__":

@@ -104,11 +104,11 @@ _LARGE_BYTES = 1 << 20
 
 def requirements(distribution: str) -> set[str]:
     """Return the names of a distribution's requirements in this environment."""
-    asked = map(Requirement, importlib.metadata.requires(distribution) or ())
+    required = map(Requirement, importlib.metadata.requires(distribution) or ())
     return {
-        canonicalize_name(one.name)
-        for one in asked
-        if one.marker is None or one.marker.evaluate({"extra": ""})
+        canonicalize_name(requirement.name)
+        for requirement in required
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }
 
 
@@ -116,11 +116,11 @@ def forgotten(parts: Iterable[Part]) -> dict[str, set[str]]:
     """Return requirements of these parts' distributions that nothing accounts for, by
     distribution."""
     parts = tuple(parts)
-    copied = [one for part in parts for one in part.distributions]
-    expected = [one for part in parts for one in part.expected]
-    known = {canonicalize_name(one) for one in (*copied, *expected, *ALWAYS, *UNNEEDED)}
-    found = {one: requirements(one) - known for one in copied}
-    return {distribution: names for distribution, names in found.items() if names}
+    copied = [name for part in parts for name in part.distributions]
+    expected = [name for part in parts for name in part.expected]
+    known = {canonicalize_name(name) for name in (*copied, *expected, *ALWAYS, *UNNEEDED)}
+    missing = {name: requirements(name) - known for name in copied}
+    return {distribution: names for distribution, names in missing.items() if names}
 
 
 def copy(distribution: str, to: Path) -> None:
@@ -130,10 +130,10 @@ def copy(distribution: str, to: Path) -> None:
         SystemExit: this environment does not have the distribution.
     """
     try:
-        found = importlib.metadata.distribution(distribution)
+        metadata = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
         raise SystemExit(f"error: {sys.prefix} has no {distribution}: run make setup") from None
-    for file in found.files or ():
+    for file in metadata.files or ():
         name = str(file)
         if name.startswith(("../", *LEFT_OUT)) or "__pycache__" in name:
             continue
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="of modules")
     options = parser.parse_args()
-    parts = dict.fromkeys(one for name in options.parts for one in (*PARTS[name].needs, name))
+    parts = dict.fromkeys(part for name in options.parts for part in (*PARTS[name].needs, name))
     for distribution, names in forgotten(PARTS[name] for name in parts).items():
         raise SystemExit(
             f"error: {distribution} needs {', '.join(sorted(names))}: in {Path(__file__).name}, "
@@ -168,7 +168,7 @@ def main() -> None:
             copy(distribution, options.to)
         own = ROOT / part.package
         shutil.copytree(own, options.to / own.name, ignore=shutil.ignore_patterns("__pycache__"))
-    expected = sorted({one for name in parts for one in PARTS[name].expected})
+    expected = sorted({other for name in parts for other in PARTS[name].expected})
     print(f"expected there in addition to PyTorch: {' '.join(expected)}")
 
 

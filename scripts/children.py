@@ -58,12 +58,12 @@ def server_executable() -> str:
     """Return the path of byteps-server, next to this Python or on PATH. Raises
     FileNotFoundError."""
     beside = Path(sys.executable).parent / "byteps-server"
-    found = str(beside) if beside.exists() else shutil.which("byteps-server")
-    if found is None:
+    executable = str(beside) if beside.exists() else shutil.which("byteps-server")
+    if executable is None:
         raise FileNotFoundError(
             f"byteps-server is neither next to {sys.executable} nor on PATH: run `make setup`"
         )
-    return found
+    return executable
 
 
 def last_lines(log: Path, lines: int = 15) -> str:
@@ -146,11 +146,11 @@ class Spawned:
 
 def end_all(processes: Iterable[Spawned], grace_s: float) -> None:
     """Send SIGTERM to all, and kill those still running after ``grace_s`` seconds."""
-    asked = list(processes)
-    for process in asked:
+    ending = list(processes)
+    for process in ending:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    for process in asked:
+    for process in ending:
         try:
             process.wait(deadline - time.monotonic())
         except Late:

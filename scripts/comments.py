@@ -33,8 +33,8 @@ WITH_HASHES = (
 def of_lines(source: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int, bool, str]]:
     """Yield comment lines after a mark: line, column, no code precedes it, text."""
     for number, line in enumerate(source.splitlines(), start=1):
-        if found := mark.search(line):
-            yield number, found.start(), not line[: found.start()].strip(), found[1]
+        if match := mark.search(line):
+            yield number, match.start(), not line[: match.start()].strip(), match[1]
 
 
 def of_python(source: str) -> Iterator[tuple[int, int, bool, str]]:
@@ -71,7 +71,7 @@ def main() -> str:
     checked = (".py", ".pyi", *WITH_SLASHES, *WITH_HASHES)
     names = [name for name in sorted(set(listed.splitlines())) if name.endswith(checked)]
     texts = {name: (ROOT / name).read_text() for name in names if (ROOT / name).is_file()}
-    return "\n".join(found for name, text in texts.items() for found in wrong(name, text))
+    return "\n".join(message for name, text in texts.items() for message in wrong(name, text))
 
 
 if __name__ == "__main__":

@@ -67,10 +67,10 @@ def pack(folder: Path, archive: Path = ARCHIVE) -> None:
 
 def change(edit: Callable[[Path], None], archive: Path = ARCHIVE, below: Path = UNPACKED) -> None:
     """Unpack the archive, call ``edit`` to change the folder, and pack it again."""
-    kept = unpack(archive, below)
+    unpacked = unpack(archive, below)
     with tempfile.TemporaryDirectory(dir=below) as scratch:
         copy = Path(scratch) / "corpora"
-        shutil.copytree(kept, copy)
+        shutil.copytree(unpacked, copy)
         edit(copy)
         pack(copy, archive)
 
@@ -124,14 +124,14 @@ def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
     Raises:
         Found: the fuzzer found a failure.
     """
-    learnt, kept = SCRATCH / target, unpack() / target
+    learnt, corpus = SCRATCH / target, unpack() / target
     shutil.rmtree(learnt, ignore_errors=True)
     learnt.mkdir(parents=True)
     begin = time.monotonic()
     ended = subprocess.run(
         [
             str(folder / f"{target}_fuzzer"),
-            *(str(learnt), str(kept)),
+            *(str(learnt), str(corpus)),
             *(f"-runs={runs}", f"-seed={seed}", f"-max_len={MAX_BYTES}", "-timeout=60"),
             *("-close_fd_mask=3", "-print_final_stats=1", "-rss_limit_mb=2048"),
             f"-artifact_prefix={SCRATCH}/{target}-",
@@ -201,8 +201,8 @@ def main() -> int:
             with Progress("fuzz", total=len(targets), unit="targets") as shown:
                 shown.update(target, done=number)
                 seen = fuzz(folder, target, options.runs, options.seed)
-        except Found as found:
-            print(f"{target:14}FOUND\n{found}\nits input is in {SCRATCH.relative_to(ROOT)}")
+        except Found as fault:
+            print(f"{target:14}FOUND\n{fault}\nits input is in {SCRATCH.relative_to(ROOT)}")
             status = 1
             continue
         rate = seen["executions"] / max(seen["seconds"], 0.001)

@@ -29,24 +29,24 @@ def configuration() -> dict[str, Any]:
 
 def included(group: str, groups: dict[str, list[Any]]) -> list[str]:
     """Return the groups that this group includes, innermost first."""
-    found: list[str] = []
+    names: list[str] = []
     for entry in groups[group]:
         if isinstance(entry, dict):
-            found += [*included(entry["include-group"], groups), entry["include-group"]]
-    return list(dict.fromkeys(found))
+            names += [*included(entry["include-group"], groups), entry["include-group"]]
+    return list(dict.fromkeys(names))
 
 
 def read(text: str) -> Pins:
     pins: Pins = {}
-    for one in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE):
-        if one[:1].isalnum():
-            name = re.split(r"[=\[]", one, maxsplit=1)[0]
+    for entry in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE):
+        if entry[:1].isalnum():
+            name = re.split(r"[=\[]", entry, maxsplit=1)[0]
             if name in pins:
                 raise SystemExit(
                     f"error: {name} has a version for each of several environments, and a lock "
-                    f"holds one: name it in the group\n{pins[name]}{one}"
+                    f"holds one: name it in the group\n{pins[name]}{entry}"
                 )
-            pins[name] = one
+            pins[name] = entry
     return pins
 
 
@@ -54,7 +54,7 @@ def covers(known: str, entry: str) -> bool:
     """Return whether two entries have the same version and conditions. (Their files may be for
     different versions of Python.)"""
     (head, *more), (known_head, *known_more) = (
-        [line.removesuffix(" \\") for line in one.splitlines() or [""]] for one in (entry, known)
+        [line.removesuffix(" \\") for line in text.splitlines() or [""]] for text in (entry, known)
     )
     return head == known_head and {*more} <= {*known_more}
 
@@ -66,9 +66,9 @@ def lock(group: str) -> Path:
 def whole(group: str, groups: dict[str, list[Any]]) -> Pins:
     """Return a group's pins, together with those of the groups that it includes."""
     pins: Pins = {}
-    for one in (*included(group, groups), group):
-        if lock(one).exists():
-            pins |= read(lock(one).read_text(encoding="utf-8"))
+    for name in (*included(group, groups), group):
+        if lock(name).exists():
+            pins |= read(lock(name).read_text(encoding="utf-8"))
     return dict(sorted(pins.items()))
 
 
@@ -124,12 +124,12 @@ def update(chosen: list[str], upgrade: bool) -> None:
         if chosen and group not in chosen:
             continue
         below: Pins = {}
-        for one in included(group, groups):
-            below |= read(lock(one).read_text(encoding="utf-8"))
+        for outer in included(group, groups):
+            below |= read(lock(outer).read_text(encoding="utf-8"))
         with tempfile.TemporaryDirectory() as folder:
             known = below if upgrade else whole(group, groups)
             pins = resolve(group, known, settings["tool"], Path(folder))
-        own = [one for name, one in pins.items() if not covers(below.get(name, ""), one)]
+        own = [entry for name, entry in pins.items() if not covers(below.get(name, ""), entry)]
         lock(group).write_text("".join(own), encoding="utf-8")
         print(f"{lock(group).relative_to(ROOT)}: {len(own)} of {len(pins)} packages")
 

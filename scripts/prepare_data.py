@@ -90,7 +90,7 @@ class Dataset:
     documents: int
     tokens: int
     """Number of tokens of the text, plus an end-of-document token for each document."""
-    found: bool
+    reused: bool
     """Whether it already existed."""
 
 
@@ -192,15 +192,15 @@ def write_dataset(
     prefix = folder / f"{name}-{fingerprint(documents, tokens)[:16]}"
     final = [prefix.with_name(f"{prefix.name}{ending}") for ending in (".bin", ".idx")]
     sizes = [width * count for width in (2, 4)]
-    found = all(file.is_file() for file in final) and final[0].stat().st_size in sizes
-    if not found:
+    reused = all(file.is_file() for file in final) and final[0].stat().st_size in sizes
+    if not reused:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = [Path(scratch) / file.name for file in final]
             _build(encoded, tokens.end, *made)
             for source, target in zip(made, final, strict=True):
                 os.replace(source, target)
-    return Dataset(prefix=prefix, documents=len(documents), tokens=count, found=found)
+    return Dataset(prefix=prefix, documents=len(documents), tokens=count, reused=reused)
 
 
 def _build(documents: Sequence[Sequence[int]], end: int, bin_file: Path, idx_file: Path) -> None:
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    state = "found" if dataset.found else "made"
+    state = "found" if dataset.reused else "made"
     print(f"{state}: {dataset.documents} documents, {dataset.tokens} tokens", file=sys.stderr)
     print(dataset.prefix)
     return 0

@@ -43,9 +43,9 @@ def pipes(table: Sequence[Sequence[str]]) -> list[str]:
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
     """Write the text between two marks of a page; ValueError if they are missing."""
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    before, opened, rest = page.read_text(encoding="utf-8").partition(begin)
     _, also, after = rest.partition(end)
-    if not (found and also):
+    if not (opened and also):
         raise ValueError(f"{page} lacks the marks {begin!r} and {end!r}, between which to write")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
@@ -195,8 +195,8 @@ def _follow(progress: Progress, log: Path, at: int) -> int:
     whole = new.rpartition(b"\n")[0]
     for raw in whole.decode(errors="replace").splitlines():
         line = _ESCAPES.sub("", raw).strip()
-        found = _STEPS.match(line)
-        numbers = [int(text) for text in found.groups() if text] if found else [None, None]
+        match = _STEPS.match(line)
+        numbers = [int(text) for text in match.groups() if text] if match else [None, None]
         if line:
             progress.update(line, done=numbers[0], total=numbers[1])
     return at + len(whole) + (1 if whole else 0)

@@ -47,13 +47,13 @@ def main(words: Sequence[str] | None = None) -> int:
     outcomes: dict[str, list[Outcome]] = {}
     sources: dict[str, str] = {}
     if options.megatron is not None:
-        told = f"Megatron-LM {_version(options.megatron)}"
-        for kind, found in (
+        version = f"Megatron-LM {_version(options.megatron)}"
+        for kind, recipes in (
             ("functional tests", megatron.functional(options.megatron)),
             ("examples", megatron.examples(options.megatron)),
         ):
-            outcomes[kind] = _examined(kind, list(found), megatron.examine)
-            sources[kind] = told
+            outcomes[kind] = _examined(kind, list(recipes), megatron.examine)
+            sources[kind] = version
     if options.bridge:
         from scripts.recipekit import bridge
 
@@ -65,11 +65,13 @@ def main(words: Sequence[str] | None = None) -> int:
     return _report(outcomes)
 
 
-def _examined(kind: str, found: Sequence[Any], examine: Callable[[Any], Outcome]) -> list[Outcome]:
+def _examined(
+    kind: str, recipes: Sequence[Any], examine: Callable[[Any], Outcome]
+) -> list[Outcome]:
     outcomes = []
-    with Progress(kind, total=len(found), unit="recipes") as progress:
-        for one in found:
-            outcomes.append(examine(one))
+    with Progress(kind, total=len(recipes), unit="recipes") as progress:
+        for recipe in recipes:
+            outcomes.append(examine(recipe))
             progress.step()
     return outcomes
 
@@ -82,11 +84,14 @@ def _version(checkout: Path) -> str:
 def _report(outcomes: dict[str, list[Outcome]]) -> int:
     missed = False
     for kind, all_of_kind in outcomes.items():
-        known = [one for one in all_of_kind if not one.not_read]
+        known = [outcome for outcome in all_of_kind if not outcome.not_read]
         for flag, least, refused in zip(
             ("--use-dpu-reduce", "--dpu-optimizer"),
             THRESHOLDS[kind],
-            ([one.refused for one in known], [one.optimizer_refused for one in known]),
+            (
+                [outcome.refused for outcome in known],
+                [outcome.optimizer_refused for outcome in known],
+            ),
             strict=True,
         ):
             accepted = sum(not reason for reason in refused)

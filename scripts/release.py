@@ -72,16 +72,17 @@ def check_engine(images: Sequence[str]) -> None:
         say("without images (--images none)")
         return
     command = [str(ROOT / "scripts/images.sh"), "--engine"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode != 0:
+    engine = subprocess.run(command, capture_output=True, text=True, check=False)
+    if engine.returncode != 0:
         raise ReleaseError(
-            f"{found.stderr.strip().removeprefix('error: ')}; --images none makes a release without"
+            f"{engine.stderr.strip().removeprefix('error: ')}; --images none makes a release "
+            "without"
         )
-    say(f"images by {found.stdout.strip()}")
+    say(f"images by {engine.stdout.strip()}")
 
 
 def check_vulnerabilities(ignored: Sequence[str]) -> None:
-    status = audit.main([word for one in ignored for word in ("--ignore-vuln", one)])
+    status = audit.main([word for number in ignored for word in ("--ignore-vuln", number)])
     if status not in (0, audit.FOUND, audit.UNREACHABLE):
         raise ReleaseError("make audit failed, see above")
     if status == audit.FOUND:
@@ -103,7 +104,7 @@ def build(options: argparse.Namespace, release: contents.Release, folder: Path) 
         kind, _, group = image.partition("-")
         command = [ROOT / "scripts/images.sh", kind, "--dist", folder, "--save", folder]
         if kind == "server":
-            command += ["--platform", ",".join(ARCHITECTURES[one] for one in architectures)]
+            command += ["--platform", ",".join(ARCHITECTURES[name] for name in architectures)]
         run(f"the image of the {kind}", *command, *(["--with", group] if group else []))
     say("the bill of materials")
     library = 'source "$0/scripts/lib/system.sh"; sodium_source "$1"'
@@ -129,9 +130,9 @@ def make(options: argparse.Namespace) -> Path:
             raise ReleaseError("build/ is not as overlays and patches say, see above")
     check_engine(options.images)
     check_vulnerabilities(options.ignore_vuln)
-    place = ROOT / "build/release" / release.version
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".new-") as temporary:
+    folder = ROOT / "build/release" / release.version
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
         made = Path(temporary, "files")
         made.mkdir()
         build(options, release, made)
@@ -140,14 +141,14 @@ def make(options: argparse.Namespace) -> Path:
                 f"another commit than {release.commit} was checked out meanwhile; nothing was "
                 "released. Release in a clone that nobody edits"
             )
-        if place.exists():
-            place.rename(Path(temporary, "old"))
-        made.rename(place)
-    say(f"{place.relative_to(ROOT)}, of commit {release.commit}:")
-    for line in (place / contents.SUMS).read_text(encoding="utf-8").splitlines():
-        size = (place / line.split(maxsplit=1)[1]).stat().st_size
+        if folder.exists():
+            folder.rename(Path(temporary, "old"))
+        made.rename(folder)
+    say(f"{folder.relative_to(ROOT)}, of commit {release.commit}:")
+    for line in (folder / contents.SUMS).read_text(encoding="utf-8").splitlines():
+        size = (folder / line.split(maxsplit=1)[1]).stat().st_size
         print(f"{line}  {size / 1e6:.1f} MB")
-    return place
+    return folder
 
 
 def main(arguments: Sequence[str]) -> int:

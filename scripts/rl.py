@@ -135,15 +135,20 @@ def samples(outcome: Outcome) -> str:
 
     Prompts in both steps come first; with few prompts per step there may be none.
     """
-    steps = [{sample.prompt: sample for sample in some} for some in (outcome.before, outcome.after)]
-    prompts = sorted(set().union(*steps), key=lambda p: (-sum(p in some for some in steps), p))
+    steps = [
+        {sample.prompt: sample for sample in of_step} for of_step in (outcome.before, outcome.after)
+    ]
+    prompts = sorted(set().union(*steps), key=lambda p: (-sum(p in step for step in steps), p))
     rows = [["prompt", "right", "before", "after"]]
     for prompt in prompts[:_SHOWN]:
-        found = [some.get(prompt) for some in steps]
-        wanted = next(one.wanted for one in found if one)
-        rows.append([_end(prompt), wanted, *(_end(one.response) if one else "" for one in found)])
+        shown = [step.get(prompt) for step in steps]
+        wanted = next(sample.wanted for sample in shown if sample)
+        rows.append(
+            [_end(prompt), wanted, *(_end(sample.response) if sample else "" for sample in shown)]
+        )
     right = [
-        f"{sum(s.right for s in some)} of {len(some)}" for some in (outcome.before, outcome.after)
+        f"{sum(s.right for s in of_step)} of {len(of_step)}"
+        for of_step in (outcome.before, outcome.after)
     ]
     return _aligned([*rows, ["all", "", *right]])
 

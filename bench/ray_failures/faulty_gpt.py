@@ -65,7 +65,9 @@ def _do(what: str, after: int = 0) -> None:
         from megatron.training import get_args, get_signal_handler
 
         handler = get_signal_handler() if get_args().exit_signal_handler else None
-        _await(lambda: replica_changes.told() or bool(handler and handler._signal_received))
+        _await(
+            lambda: replica_changes.was_asked_to_end() or bool(handler and handler._signal_received)
+        )
     elif what.startswith("joiner:"):
         from byteps.torch import members
 

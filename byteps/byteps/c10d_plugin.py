@@ -35,11 +35,11 @@ NEED_SWITCH = (
 """Variables that need the switch in a script that does not import ``byteps.torch``."""
 
 _logger = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestedBackends:
     """Backend that a script has asked for."""
 
     name: str
@@ -57,7 +57,7 @@ class Asked:
         )
 
     @classmethod
-    def of(cls, name: str) -> Asked:
+    def of(cls, name: str) -> RequestedBackends:
         """Parse a name. Raises ValueError if torch does not know it."""
         config = dist.distributed_c10d.BackendConfig(dist.Backend(name))
         backends = {device: str(of) for device, of in config.get_device_backend_map().items()}
@@ -67,14 +67,16 @@ class Asked:
         return cls(name=name, backends=backends)
 
 
-asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
+requested_backends: ContextVar[RequestedBackends | None] = ContextVar(
+    "requested_backends", default=None
+)
 """The backend that the script has asked for, while its group is being created."""
 
 
 def warn_not_carried(what: str) -> None:
     """Log once that all-reduces of a group do not go through the servers."""
-    if what not in _told:
-        _told.add(what)
+    if what not in _warned:
+        _warned.add(what)
         _logger.warning("%s is not carried by BytePS: its all-reduces stay with its backend", what)
 
 
@@ -99,7 +101,7 @@ def install() -> None:
 def _create(options: Any, backend_options: Any = None) -> Any:
     from byteps.torch.c10d.hooks import BytePSGroup
 
-    return BytePSGroup(options, backend_options, asked=asked.get())
+    return BytePSGroup(options, backend_options, requested=requested_backends.get())
 
 
 def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,17 +113,17 @@ def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*arguments, **named)
         name = str(call.arguments["backend"]).lower()
         # torch handles ``byteps`` itself, and reports invalid names.
-        of = None if name == NAME or not _is_understood(name) else Asked.of(name)
+        of = None if name == NAME or not _is_understood(name) else RequestedBackends.of(name)
         if of is None or not of.is_carried:
             if of is not None:
                 warn_not_carried(f"a process group of the backend {name!r}")
             return make(*arguments, **named)
         call.arguments["backend"] = dist.Backend(NAME)
-        token = asked.set(of)
+        token = requested_backends.set(of)
         try:
             group, store = make(*call.args, **call.kwargs)
         finally:
-            asked.reset(token)
+            requested_backends.reset(token)
         if isinstance(group, dist.ProcessGroup):  # this rank is a member
             _tell_as(group, name, call.arguments.get("device_id"))
         return group, store
@@ -131,7 +133,7 @@ def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_understood(name: str) -> bool:
     try:
-        Asked.of(name)
+        RequestedBackends.of(name)
     except Exception:
         return False
     return True
@@ -174,9 +176,9 @@ def _warn_at_first_group(warning: str) -> None:
     make = inside._new_process_group_helper
 
     def warning_first(*arguments: Any, **named: Any) -> Any:
-        if warning not in _told and "byteps.torch" not in sys.modules:
+        if warning not in _warned and "byteps.torch" not in sys.modules:
             _logger.warning(warning)
-        _told.add(warning)
+        _warned.add(warning)
         return make(*arguments, **named)
 
     inside._new_process_group_helper = warning_first

@@ -131,11 +131,15 @@ def best_servers(hosts: int, extra: int, within: float = 1.03) -> Servers:
         for local in range(0 if extra else 1, 9)
     ]
     good = [
-        one for one in choices if push_pull(one, 1.0, 1.0).seconds(1.0, 1.0) <= within * best + 1e-9
+        servers
+        for servers in choices
+        if push_pull(servers, 1.0, 1.0).seconds(1.0, 1.0) <= within * best + 1e-9
     ]
     return min(
         good or choices,
-        key=lambda one: one.count if good else push_pull(one, 1.0, 1.0).seconds(1.0, 1.0),
+        key=lambda servers: (
+            servers.count if good else push_pull(servers, 1.0, 1.0).seconds(1.0, 1.0)
+        ),
     )
 
 

@@ -16,9 +16,9 @@ def refuse_another(site: Path) -> None:
     Raises:
         ImportError: a distribution named `byteps` is installed there.
     """
-    for found in sorted(site.glob("byteps-[0-9]*-info")):
+    for other in sorted(site.glob("byteps-[0-9]*-info")):
         raise ImportError(
-            f"{site} holds {found.name} and megatron-byteps: both have the package 'byteps', and "
+            f"{site} holds {other.name} and megatron-byteps: both have the package 'byteps', and "
             "files of one overwrite those of the other. Keep one of them: "
             "pip uninstall byteps megatron-byteps; pip install megatron-byteps"
         )

@@ -183,7 +183,7 @@ def best_through_servers(
     return min(ours, key=lambda route: network.seconds(route, loads[route]))
 
 
-def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
+def decide(what: Sum, network: Network, requested: str = AUTO) -> Decision:
     """Decide the route of a sum: the requested route if it is possible, otherwise the fastest."""
     loads = loads_of(what, network.servers)
     seconds = {route: network.seconds(route, load) for route, load in loads.items()}
@@ -193,14 +193,14 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
 
     one_host = len(per_host(what.hosts)) == 1
     if what.updated:
-        return decision(*_for_servers(what, asked))
-    if asked == COLLECTIVE or (asked == FLAT and len(what.hosts) > 1):
-        return decision(asked, "asked for")
+        return decision(*_for_servers(what, requested))
+    if requested == COLLECTIVE or (requested == FLAT and len(what.hosts) > 1):
+        return decision(requested, "asked for")
     if len(what.hosts) == 1:
         return decision(COLLECTIVE, "a single rank")
     if one_host:
         return decision(COLLECTIVE, "all ranks are on one host")
-    if asked == NODE_FIRST:
+    if requested == NODE_FIRST:
         return decision(*_node_first(what, "asked for"))
     ours = best_through_servers(what, network, loads)
     gain = seconds[COLLECTIVE] / seconds[ours]
@@ -220,13 +220,13 @@ def _node_first(what: Sum, why: str) -> tuple[str, str]:
     return FLAT, f"hosts have {' or '.join(map(str, counts))} ranks: not node first"
 
 
-def _for_servers(what: Sum, asked: str) -> tuple[str, str]:
+def _for_servers(what: Sum, requested: str) -> tuple[str, str]:
     """Return the route if servers keep the optimizer: no collective can replace them, and with
     node-first each NIC carries the fewest bytes."""
-    if asked == FLAT:
+    if requested == FLAT:
         return FLAT, "asked for"
     if len(what.hosts) == 1:
         return FLAT, "a single rank"
     if len(per_host(what.hosts)) == 1:
         return FLAT, "all ranks are on one host"
-    return _node_first(what, "asked for" if asked == NODE_FIRST else "fewest bytes")
+    return _node_first(what, "asked for" if requested == NODE_FIRST else "fewest bytes")

@@ -102,9 +102,9 @@ def format_patches(upstream: Upstream, tree: Path, destination: Path, series: Se
     return files[:count] + renamed
 
 
-def says_the_same(one: Path, other: Path) -> bool:
+def says_the_same(first: Path, other: Path) -> bool:
     """Return whether two patches are the same except for line numbers and hashes."""
-    return len({_POSITION.sub(rb"@@\1\2", path.read_bytes()) for path in (one, other)}) == 1
+    return len({_POSITION.sub(rb"@@\1\2", path.read_bytes()) for path in (first, other)}) == 1
 
 
 def is_behind(upstream: Upstream) -> bool:

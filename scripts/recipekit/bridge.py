@@ -170,8 +170,8 @@ def _examined(package: str, recipe: str, times: int) -> Outcome:
         * model.pipeline_model_parallel_size
         * model.context_parallel_size
     )
-    told = _GPUS.search(recipe)
-    ranks = int(told[1]) if told else max(needed, model.expert_model_parallel_size or 1)
+    match = _GPUS.search(recipe)
+    ranks = int(match[1]) if match else max(needed, model.expert_model_parallel_size or 1)
     ranks *= times
     gpus = min(ranks, next((4 for machine in _FOUR_A_HOST if f"_{machine}_" in recipe), 8))
     hosts = -(-ranks // gpus)

@@ -118,12 +118,12 @@ FEATURES: tuple[Feature, ...] = (
 
 def rows_of_results(docs: Path) -> set[str]:
     """Return the first cells of all result tables: the layouts that were run."""
-    found: set[str] = set()
+    rows: set[str] = set()
     for name in _RESULTS:
         page = docs / "results" / name
         if page.is_file():
-            found |= set(re.findall(r"^\| ([a-z0-9][\w.+-]*) \|", page.read_text(), re.M))
-    return found
+            rows |= set(re.findall(r"^\| ([a-z0-9][\w.+-]*) \|", page.read_text(), re.M))
+    return rows
 
 
 def row_of(feature: Feature, rows: set[str]) -> str:
@@ -231,8 +231,8 @@ def write(
         if text.count(begin) != 1:
             raise ValueError(f"{page} has no mark {begin.strip()}")
         head, rest = text.split(begin)
-        told, _, tail = rest.partition("-->\n")
-        text = f"{head}{begin}{told}-->\n{table}\n{end}{tail.split(end, 1)[1]}"
+        note, _, tail = rest.partition("-->\n")
+        text = f"{head}{begin}{note}-->\n{table}\n{end}{tail.split(end, 1)[1]}"
     page.write_text(text)
 
 
@@ -245,16 +245,16 @@ def _counts(
     )
     lines = []
     for kind, all_of_kind in outcomes.items():
-        known = [one for one in all_of_kind if not one.not_read]
-        accepted = [one for one in known if not one.refused]
+        known = [outcome for outcome in all_of_kind if not outcome.not_read]
+        accepted = [outcome for outcome in known if not outcome.refused]
         lines.append(
             (
                 *(kind, sources[kind], str(len(known))),
                 _part(len(accepted), known),
-                _part(sum(not one.optimizer_refused for one in known), known),
-                str(sum(one.reaches_servers for one in accepted)),
-                str(sum(one.most_hosts > 2 for one in known)),
-                _part(sum(was_run(one, rows) for one in accepted), known),
+                _part(sum(not outcome.optimizer_refused for outcome in known), known),
+                str(sum(outcome.reaches_servers for outcome in accepted)),
+                str(sum(outcome.most_hosts > 2 for outcome in known)),
+                _part(sum(was_run(outcome, rows) for outcome in accepted), known),
             )
         )
     return _table(head, lines)
@@ -272,7 +272,9 @@ def _part(count: int, whole: Sequence[Outcome]) -> str:
 
 def _features(outcomes: Mapping[str, Sequence[Outcome]], rows: set[str]) -> str:
     used = {
-        kind: Counter(name for one in all_of_kind if not one.refused for name in one.features)
+        kind: Counter(
+            name for outcome in all_of_kind if not outcome.refused for name in outcome.features
+        )
         for kind, all_of_kind in outcomes.items()
     }
     lines = [
@@ -288,20 +290,21 @@ def _features(outcomes: Mapping[str, Sequence[Outcome]], rows: set[str]) -> str:
 
 
 def _refused(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    found: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for kind, all_of_kind in outcomes.items():
-        for one in all_of_kind:
+        for outcome in all_of_kind:
             for flag, reason in (
-                ("`--use-dpu-reduce`", one.refused),
-                ("`--dpu-optimizer`", one.optimizer_refused),
-                ("not read", one.not_read),
+                ("`--use-dpu-reduce`", outcome.refused),
+                ("`--dpu-optimizer`", outcome.optimizer_refused),
+                ("not read", outcome.not_read),
             ):
-                if reason and not (flag == "`--dpu-optimizer`" and one.refused):
-                    found[kind, flag, _short(reason)] += 1
+                if reason and not (flag == "`--dpu-optimizer`" and outcome.refused):
+                    counts[kind, flag, _short(reason)] += 1
     lines = [
         (kind, flag, reason, str(count))
         for (kind, flag, reason), count in sorted(
-            found.items(), key=lambda one: (list(outcomes).index(one[0][0]), one[0][1], -one[1])
+            counts.items(),
+            key=lambda item: (list(outcomes).index(item[0][0]), item[0][1], -item[1]),
         )
     ]
     return _table(("recipes", "flag", "why", "number"), lines)

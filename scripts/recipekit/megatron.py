@@ -84,17 +84,17 @@ def started(path: Path, folder: Path) -> list[Started]:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return []
-    found, listed = [], []
+    starts, listed = [], []
     for call in done.stdout.decode(errors="replace").split(_MARK)[1:]:
         words = call.split("\x1f")[:-1]
         if words[:1] == ["arrays"]:
             listed += words[1:]
-        elif (one := _read(words)) is not None:
-            found.append(one)
-    if not found and listed:
+        elif (start := _read(words)) is not None:
+            starts.append(start)
+    if not starts and listed:
         # Some scripts of the checkout read this script, and start training with its arguments.
-        found.append(Started(script="", arguments=(*_ADDED, *listed), hosts=1, gpus=8))
-    return found
+        starts.append(Started(script="", arguments=(*_ADDED, *listed), hosts=1, gpus=8))
+    return starts
 
 
 def _unset(text: str) -> set[str]:
@@ -111,13 +111,13 @@ def _read(words: list[str]) -> Started | None:
     for word in words:
         # A whole command line may be a single word, for a shell that a launcher starts.
         flat += shlex.split(word) if " " in word and ".py" in word else [word]
-    place = next((i for i, word in enumerate(flat) if word.endswith(".py")), None)
-    if place is None:
+    at = next((i for i, word in enumerate(flat) if word.endswith(".py")), None)
+    if at is None:
         return None
-    before = flat[:place]
+    before = flat[:at]
     return Started(
-        script=flat[place],
-        arguments=tuple(word for word in flat[place + 1 :] if word not in ("\\", "&")),
+        script=flat[at],
+        arguments=tuple(word for word in flat[at + 1 :] if word not in ("\\", "&")),
         hosts=_number(before, "nnodes", 1),
         gpus=_number(before, "nproc", 8),
     )
@@ -160,16 +160,16 @@ def functional(checkout: Path) -> Iterator[Source]:
     machines = _machines(checkout)
     for path in sorted((checkout / _CASES).rglob("model_config.yaml")):
         name = str(path.parent.relative_to(checkout / _CASES))
-        told = yaml.safe_load(re.sub(r"\$\{(\w+)\}", _given, path.read_text()))
-        arguments = told.get("MODEL_ARGS")
-        if not isinstance(arguments, dict) or told.get("MODE", "pretraining") != "pretraining":
+        recipe = yaml.safe_load(re.sub(r"\$\{(\w+)\}", _given, path.read_text()))
+        arguments = recipe.get("MODEL_ARGS")
+        if not isinstance(arguments, dict) or recipe.get("MODE", "pretraining") != "pretraining":
             continue
         if not all(str(key).startswith("--") for key in arguments):
             continue  # A test of NeMo, whose arguments are paths into its configs.
         hosts, gpus, platform, script = machines.get(path.parent.name, (1, 8, "", ""))
         if "inference" in script:
             continue
-        variables = told.get("ENV_VARS") or {}
+        variables = recipe.get("ENV_VARS") or {}
         yield Source(
             name=name,
             words=tuple(_words(arguments)),
@@ -205,17 +205,17 @@ def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def _machines(checkout: Path) -> dict[str, tuple[int, int, str, str]]:
     """Return hosts, GPUs per host, platform and script of each test."""
-    found: dict[str, tuple[int, int, str, str]] = {}
+    machines: dict[str, tuple[int, int, str, str]] = {}
     for path in sorted((checkout / "tests/test_utils/recipes").rglob("*.yaml")):
-        told = yaml.safe_load(path.read_text())
-        spec = told.get("spec", {})
+        recipe = yaml.safe_load(path.read_text())
+        spec = recipe.get("spec", {})
         script = re.search(r"TRAINING_SCRIPT_PATH=(\S+?)\"", str(spec.get("script", "")))
-        for product in told.get("products", []):
+        for product in recipe.get("products", []):
             for case in product.get("test_case", []):
                 platform = str(spec.get("platforms", ""))
-                one = (int(spec.get("nodes", 1)), int(spec.get("gpus", 8)), platform)
-                found.setdefault(case, (*one, script[1] if script else ""))
-    return found
+                machine = (int(spec.get("nodes", 1)), int(spec.get("gpus", 8)), platform)
+                machines.setdefault(case, (*machine, script[1] if script else ""))
+    return machines
 
 
 def examples(checkout: Path) -> Iterator[Source]:
@@ -224,17 +224,17 @@ def examples(checkout: Path) -> Iterator[Source]:
         name = str(path.relative_to(checkout / "examples"))
         if re.search(r"inference|generat|convert|eval|server|preprocess|export|mmlu", name):
             continue
-        for one in started(path, path.parent):
-            if re.search(r"preprocess|generate|server|convert|main\.py|combine", one.script):
+        for start in started(path, path.parent):
+            if re.search(r"preprocess|generate|server|convert|main\.py|combine", start.script):
                 continue
-            if not _SIZES & {word.partition("=")[0] for word in one.arguments}:
+            if not _SIZES & {word.partition("=")[0] for word in start.arguments}:
                 continue  # The list does not describe a complete model.
             yield Source(
                 name=name,
-                words=one.arguments,
+                words=start.arguments,
                 environment={},
-                hosts=one.hosts,
-                gpus=one.gpus,
+                hosts=start.hosts,
+                gpus=start.gpus,
                 architecture=9,
             )
             break

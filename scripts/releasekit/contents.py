@@ -36,16 +36,16 @@ def ship_tools() -> Path:
 
 def pins() -> dict[tuple[str, str], tuple[list[str], list[str]]]:
     """Returns, by name and version of each package in locks/, its groups and its files' sha256."""
-    found: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    hashes_of: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
     groups = locks.configuration()["dependency-groups"]
     for group in groups:
         for name, entry in locks.whole(group, groups).items():
             version = entry.removeprefix(name).split(maxsplit=1)[0].split("==", 1)[1]
             hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", entry)
-            of_groups, of_files = found.setdefault((name, version), ([], []))
+            of_groups, of_files = hashes_of.setdefault((name, version), ([], []))
             of_groups.append(group)
-            of_files += [one for one in hashes if one not in of_files]
-    return dict(sorted(found.items()))
+            of_files += [digest for digest in hashes if digest not in of_files]
+    return dict(sorted(hashes_of.items()))
 
 
 SUMS = "SHA256SUMS"

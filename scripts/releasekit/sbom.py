@@ -61,9 +61,9 @@ class Materials:
     def add(self, component: Component, needs: Iterable[Component] = ()) -> Component:
         """Adds a component, unless one of the same reference is there. Returns the component that
         is there."""
-        kept = self.components.setdefault(str(component.bom_ref), component)
-        self.needs.append((kept, list(needs)))
-        return kept
+        known = self.components.setdefault(str(component.bom_ref), component)
+        self.needs.append((known, list(needs)))
+        return known
 
     def bom(self) -> Bom:
         bom = Bom(components=self.components.values())
@@ -78,8 +78,10 @@ class Materials:
 
     def _top(self) -> list[Component]:
         """Returns the components that no other component contains: the files."""
-        held = {str(one.bom_ref) for _, needed in self.needs for one in needed}
-        return [one for reference, one in self.components.items() if reference not in held]
+        held = {str(component.bom_ref) for _, needed in self.needs for component in needed}
+        return [
+            component for reference, component in self.components.items() if reference not in held
+        ]
 
 
 def _upstream(materials: Materials, upstream: Upstream) -> Component:
@@ -105,7 +107,7 @@ def _upstream(materials: Materials, upstream: Upstream) -> Component:
 
 def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
     """Adds the packages of locks/, and returns them by group and name."""
-    found: dict[str, dict[str, Component]] = {}
+    by_group: dict[str, dict[str, Component]] = {}
     for (name, version), (groups, hashes) in pins().items():
         component = materials.add(
             _library(
@@ -114,8 +116,8 @@ def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
             )
         )  # fmt: skip
         for group in groups:
-            found.setdefault(group, {})[name] = component
-    return found
+            by_group.setdefault(group, {})[name] = component
+    return by_group
 
 
 def _sodium(materials: Materials, folder: Path) -> Component:
@@ -148,7 +150,11 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
     )  # fmt: skip
     materials = Materials(release, main)
     # A series for a commit serves users' own checkouts: nothing that is released is made of it.
-    trees = {one.name: _upstream(materials, one) for one in load_lock(ROOT) if one.sha256}
+    trees = {
+        upstream.name: _upstream(materials, upstream)
+        for upstream in load_lock(ROOT)
+        if upstream.sha256
+    }
     by_group = _pinned(materials)
     groups = {
         name: materials.add(
@@ -176,8 +182,8 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         )  # fmt: skip
         if path.name.startswith("byteps-server-") or path.name.endswith(".whl"):
             materials.add(file, [trees["byteps"], sodium])
-        elif found := re.match(r"megatron-byteps-worker-(ray-|hf-|rl-|)", path.name):
-            group = groups[found[1].strip("-") or "base"]
+        elif match := re.match(r"megatron-byteps-worker-(ray-|hf-|rl-|)", path.name):
+            group = groups[match[1].strip("-") or "base"]
             materials.add(file, [*trees.values(), sodium, group])
         elif path.name == f"megatron_byteps-{release.version}.tar.gz":
             materials.add(file, [trees["byteps"]])

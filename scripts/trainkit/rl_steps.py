@@ -43,8 +43,8 @@ def read_steps(folder: Path) -> list[Step]:
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     # Entries without a reward are evaluations. A restarted run repeats steps.
-    found = {e["step"]: e for e in entries if "critic/score/mean" in e["data"]}
-    return [_step(found[number]) for number in sorted(found)]
+    entry_of = {e["step"]: e for e in entries if "critic/score/mean" in e["data"]}
+    return [_step(entry_of[number]) for number in sorted(entry_of)]
 
 
 def _step(entry: dict[str, Any]) -> Step:
@@ -91,4 +91,4 @@ class Loss:
 def ranks(folder: Path) -> list[int]:
     """Return the process ids of the ranks of a run with spares, as logged last."""
     log = (folder / LOG).read_text(encoding="utf-8", errors="replace")
-    return [int(one) for one in _RANKS.findall(log)[-1].split(",")]
+    return [int(rank) for rank in _RANKS.findall(log)[-1].split(",")]

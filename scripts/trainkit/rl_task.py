@@ -143,10 +143,10 @@ def _taught(tokenizer: Any, seed: int, layers: int, experts: int) -> Any:
 
 def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
     """Scale the output weights so that answers are right with the probability ``RIGHT``."""
-    asked, wanted = logits[:, :-1], labels[:, 1:]
+    predicted, wanted = logits[:, :-1], labels[:, 1:]
 
     def right(scale: float) -> float:
-        scores = torch.log_softmax(asked * scale, -1)
+        scores = torch.log_softmax(predicted * scale, -1)
         taken = scores.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
         return float((taken * (wanted >= 0)).sum(1).exp().mean())
 

@@ -254,7 +254,7 @@ def test_text_becomes_the_models_tokens(model: Path, tmp_path: Path) -> None:
         source.read_text()
     )
     assert dataset.tokens == len(stored) < len(source.read_bytes())
-    assert prepare([source], tmp_path / "out", 1000, tokens).found
+    assert prepare([source], tmp_path / "out", 1000, tokens).reused
     # Bytes of the same text are another dataset.
     assert prepare([source], tmp_path / "out", 1000).prefix != dataset.prefix
     (model / "tokenizer.json").unlink()

@@ -297,7 +297,7 @@ def _owed(model: Sequence[Any]) -> Owed:
         values = own.float() * weight
         if torch.distributed.get_rank() == op.group[0] and not op.updated:
             values += operations.read_feedback(op.name, elements).float()
-        kept = op.kept.parameters if op.kept is not None else ()
+        kept = op.bf16_part.parameters if op.bf16_part is not None else ()
         for parameter, (begin, end) in bucket.param_to_index.items():
             if any(parameter is one for one in kept):
                 continue

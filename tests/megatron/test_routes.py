@@ -256,7 +256,7 @@ def test_three_lines_when_a_job_starts() -> None:
 def test_the_bytes_of_each_type_are_told() -> None:
     def bucket(route: str, numel: int, kept: int, *, updated: bool = False) -> Any:
         small = SimpleNamespace(nbytes=2 * kept, itemsize=2) if kept else None
-        op = SimpleNamespace(route=route, wire=wire.int8(), kept=small, updated=updated)
+        op = SimpleNamespace(route=route, wire=wire.int8(), bf16_part=small, updated=updated)
         return SimpleNamespace(dpu_reduce_op=op, grad_data=SimpleNamespace(numel=lambda: numel))
 
     buckets = [

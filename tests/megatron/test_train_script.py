@@ -274,14 +274,14 @@ def test_round_trip(tmp_path: Path) -> None:
     assert _documents(dataset) == [[*text, END_OF_DOCUMENT] for text in texts]
     assert dataset.documents == 3
     assert dataset.tokens == sum(map(len, texts)) + 3
-    assert not dataset.found
+    assert not dataset.reused
 
 
 def test_the_same_content_is_found_again(tmp_path: Path) -> None:
     first = prepare([_text_folder(tmp_path / "in")], tmp_path / "out", LIMIT)
     before = first.prefix.with_name(first.prefix.name + ".bin").stat().st_mtime_ns
     again = prepare([_text_folder(tmp_path / "copy")], tmp_path / "out", LIMIT)
-    assert again.found
+    assert again.reused
     assert again.prefix == first.prefix
     assert first.prefix.with_name(first.prefix.name + ".bin").stat().st_mtime_ns == before
 
@@ -293,7 +293,7 @@ def test_a_half_written_dataset_is_made_again(tmp_path: Path) -> None:
     binary = dataset.prefix.with_name(dataset.prefix.name + ".bin")
     binary.write_bytes(binary.read_bytes()[:3])
     again = prepare([source], tmp_path / "out", LIMIT)
-    assert not again.found
+    assert not again.reused
     assert _documents(again) == [[*b"whole", END_OF_DOCUMENT]]
 
 

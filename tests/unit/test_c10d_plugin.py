@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from byteps import c10d_plugin
-from byteps.c10d_plugin import Asked
+from byteps.c10d_plugin import RequestedBackends
 
 from scripts.children import captured
 from tests.multiproc.cluster import START_S, clean_environment
@@ -27,21 +27,21 @@ from tests.multiproc.cluster import START_S, clean_environment
     ],
 )
 def test_all_spellings_of_gloo_and_nccl_are_carried(name: str, backends: dict[str, str]) -> None:
-    asked = Asked.of(name)
-    assert asked.backends == backends
-    assert asked.is_carried
+    requested = RequestedBackends.of(name)
+    assert requested.backends == backends
+    assert requested.is_carried
 
 
 def test_a_group_that_names_no_backend_is_carried() -> None:
-    assert Asked.of(dist.Backend.UNDEFINED).is_carried
+    assert RequestedBackends.of(dist.Backend.UNDEFINED).is_carried
 
 
 @pytest.mark.parametrize("name", ["fake", "ucc", "cpu:gloo,cuda:ucc"])
 def test_others_are_not_and_a_line_says_so(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not Asked.of(name).is_carried
-    monkeypatch.setattr(c10d_plugin, "_told", set())
+    assert not RequestedBackends.of(name).is_carried
+    monkeypatch.setattr(c10d_plugin, "_warned", set())
     made: list[str] = []
 
     def make(backend: str) -> tuple[None, None]:
@@ -84,9 +84,9 @@ def test_variables_without_the_switch_are_told_once_a_group_is_made(tmp_path: Pa
     names = ("BYTEPS_C10D_WIRE_DTYPE", "BYTEPS_FSDP_DTYPES")
     env = {**clean_environment(tmp_path), **dict.fromkeys(names, "int8")}
     assert not c10d_plugin.lacking_switch({**env, "BYTEPS_C10D": "0"})
-    for before, told in (("", 1), ("import byteps.torch\n", 0)):
+    for before, warnings in (("", 1), ("import byteps.torch\n", 0)):
         script = [sys.executable, "-c", f"{before}{group}dist.new_group()"]
         said = captured(script, START_S, env=env)
         assert said.returncode == 0, said.stderr
-        assert said.stderr.count("Set BYTEPS_C10D=1 on all hosts") == told, said.stderr
-        assert said.stderr.count(f"{' and '.join(names)} without BYTEPS_C10D=1") == told
+        assert said.stderr.count("Set BYTEPS_C10D=1 on all hosts") == warnings, said.stderr
+        assert said.stderr.count(f"{' and '.join(names)} without BYTEPS_C10D=1") == warnings

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from byteps.launcher.meeting import AbsentError, meet
 from byteps.torch.c10d.reductions import _exchange
-from byteps.torch.world import Told
+from byteps.torch.world import RankFacts
 
 LIMIT_S = 60.0
 """Limit in seconds, against hangs."""
@@ -102,9 +102,9 @@ class _LateStore:
 
 def test_hosts_are_read_once_all_ranks_have_told_theirs() -> None:
     store, deadline = _LateStore(), time.monotonic() + LIMIT_S
-    told = [Told(host, 0.0, -1, 0, True, [], []) for host in ("a", "b", "c")]
+    told = [RankFacts(host, 0.0, -1, 0, True, [], []) for host in ("a", "b", "c")]
 
-    def exchange(rank: int) -> tuple[Sequence[Told], str]:
+    def exchange(rank: int) -> tuple[Sequence[RankFacts], str]:
         return _exchange(store, rank, 3, told[rank], deadline)
 
     with ThreadPoolExecutor(3) as pool:

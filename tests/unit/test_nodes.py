@@ -22,7 +22,7 @@ from byteps.torch import engine, nodes, ops, server_transfer, session, world
 from byteps.torch.node_groups import Piece, shard_pieces, whole_pieces
 from byteps.torch.nodes import HostLayout, HostRanks, NodeGroup, host_name
 from byteps.torch.server_bucket import BucketSpec, ServerBucket
-from byteps.torch.server_tensor import Place, Rule, Step, cut_segments
+from byteps.torch.server_tensor import PlacedParameter, Rule, Step, cut_segments
 from byteps.torch.server_transfer import ServerShards
 from byteps.torch.step_machine import start_and_wait
 
@@ -349,7 +349,9 @@ def test_all_shards_are_waited_for_when_a_rank_of_the_host_is_lost(
     spec = BucketSpec(declarations=declarations, rule=rule, pieces=cut, host=host)
     parameter = torch.zeros(12)
     gradients = torch.ones(12)
-    bucket = ServerBucket([Place(0, parameter)], lambda: gradients, spec, group_of={parameter: 0})
+    bucket = ServerBucket(
+        [PlacedParameter(0, parameter)], lambda: gradients, spec, group_of={parameter: 0}
+    )
     started = bucket.push(Step(1, 1.0, False, []))
     with pytest.raises(RuntimeError, match="closed by peer"):
         bucket.wait(started)
@@ -457,7 +459,7 @@ def test_a_later_job_of_the_process_finds_another(monkeypatch: pytest.MonkeyPatc
 
 
 def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: int = 0) -> Servers:
-    told = world.Told("host", 0.0, local, each, False, [])
+    told = world.RankFacts("host", 0.0, local, each, False, [])
     return world._servers(hosts, told, addresses)
 
 

@@ -19,7 +19,7 @@ from byteps.torch.c10d import work as streamed_work
 from byteps.torch.c10d.work import StreamedWork
 from byteps.torch.server_tensor import (
     Codec,
-    Place,
+    PlacedParameter,
     Rule,
     Step,
     laid_flat,
@@ -287,7 +287,7 @@ def test_plain_parameters_become_views_and_encoded_ones_stay() -> None:
     encoded = torch.nn.Parameter(torch.tensor([9.0, 9.0, 9.0]))
     place = encoded.data_ptr()
     codecs: dict[torch.Tensor, Codec] = {encoded: Quarters(torch.tensor([0.25, -0.5, 1.0]))}
-    places = [Place(0, plain), Place(6, encoded)]
+    places = [PlacedParameter(0, plain), PlacedParameter(6, encoded)]
     flat = laid_flat(places, 10, torch.device("cpu"), codecs)
     assert flat.tolist() == [1, 2, 3, 4, 0, 0, 0.25, -0.5, 1.0, 0]
     assert plain.data_ptr() == flat.data_ptr() and encoded.data_ptr() == place

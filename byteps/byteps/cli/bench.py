@@ -134,7 +134,7 @@ def _rank(options: argparse.Namespace) -> int:
         dist.all_reduce(counted)
         wrong = int(counted)
         if rank == 0:
-            plain, ours = (statistics.median(one) for one in times)
+            plain, ours = (statistics.median(durations) for durations in times)
             print(f"{nbytes:12} {plain:12.3f} {ours:16.3f} {plain / ours:14.2f} {wrong:6}")
     bps.shutdown()
     dist.destroy_process_group()

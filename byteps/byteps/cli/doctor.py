@@ -111,10 +111,10 @@ class Doctor:
                 "patches a checkout"
             )
             return
-        told = io.StringIO()
-        with contextlib.redirect_stdout(told):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
             is_patched = Target.of(root).status()
-        text = told.getvalue().strip().replace("\n", "\n      ")
+        text = printed.getvalue().strip().replace("\n", "\n      ")
         if is_patched:
             self.ok(text)
         else:
@@ -125,19 +125,19 @@ class Doctor:
         from byteps.launcher.child import find_executable
 
         try:
-            found = find_executable()
-            said = _run([found, "--version"]).stdout.split()
+            executable = find_executable()
+            said = _run([executable, "--version"]).stdout.split()
         except (RuntimeError, ImportError, OSError) as error:
             self.wrong(str(error))
             return None
         if said[1:] != [version()]:
             self.wrong(
-                f"{found} is {' '.join(said)}, and this byteps is {version()}: nodes of different "
-                "versions refuse each other; install the same on all hosts"
+                f"{executable} is {' '.join(said)}, and this byteps is {version()}: nodes of "
+                "different versions refuse each other; install the same on all hosts"
             )
-        features = _run([found, "--features"]).stdout.strip().replace("\n", ", ")
-        self.ok(f"{found} ({features})")
-        return found
+        features = _run([executable, "--features"]).stdout.strip().replace("\n", ", ")
+        self.ok(f"{executable} ({features})")
+        return executable
 
     def _roles(self, executable: str) -> None:
         """Let byteps-server check whether each role could start on this host."""
@@ -248,15 +248,15 @@ def _run(
 
 def _address_of(c_lib: Any, name: str) -> str:
     try:
-        found: str = c_lib.interface_address(name)
+        address: str = c_lib.interface_address(name)
     except RuntimeError:  # it has none
-        found = ""
-    return found
+        address = ""
+    return address
 
 
 def _nics() -> list[str]:
     """Return the hardware network interfaces, with their rates and RDMA devices."""
-    found = []
+    nics = []
     for path in sorted(_NETS.glob("*")):
         if not (path / "device").exists():
             continue
@@ -265,11 +265,11 @@ def _nics() -> list[str]:
         except (OSError, ValueError):
             mbps = 0
         state = (path / "operstate").read_text().strip()
-        rdma = [one.name for one in (path / "device/infiniband").glob("*")]
+        rdma = [device.name for device in (path / "device/infiniband").glob("*")]
         parts = [f"{mbps / 1000:g} Gbit/s" if mbps > 0 else "", *rdma]
         parts += [] if state in ("up", "unknown") else [state]
-        found.append(" ".join([path.name, *(part for part in parts if part)]))
-    return found
+        nics.append(" ".join([path.name, *(part for part in parts if part)]))
+    return nics
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -34,15 +34,15 @@ def cluster(arguments: Sequence[str]) -> int:
     """Show a running cluster."""
     if arguments[:1] == ["status"]:
         return _become("cluster status", "status.sh", arguments[1:])
-    asked = arguments[:1] in (["-h"], ["--help"])
+    wants_help = arguments[:1] in (["-h"], ["--help"])
     print(
         f"usage: {NAME} cluster status [HOST:PORT] [options]\n\n"
         "Shows a running cluster, as its scheduler tells it. Example:\n\n"
         f"  {NAME} cluster status 127.0.0.1:9001\n\n"
         f"'{NAME} cluster status -h' explains the options.",
-        file=sys.stdout if asked else sys.stderr,
+        file=sys.stdout if wants_help else sys.stderr,
     )
-    return 0 if asked else 2
+    return 0 if wants_help else 2
 
 
 def _become(command: str, script: str, arguments: Sequence[str]) -> int:

@@ -138,7 +138,9 @@ class Machines:
             )
             for servers in choices
         ]
-        return min(networks, key=lambda one: (self.seconds(one, 1.0, 1.0), one.servers.count))
+        return min(
+            networks, key=lambda network: (self.seconds(network, 1.0, 1.0), network.servers.count)
+        )
 
     def seconds(
         self, network: Network, pushed: float, pulled: float, add_rate: float | None = None

@@ -159,19 +159,19 @@ def forecast(
             enough cores.
         optimizer_refused: reason why servers cannot keep the job's optimizer; empty: they can.
     """
-    found = _Rows(training, where)
-    plain = found.plain()
-    rows = [*plain, found.fp8(min(plain, key=_time).flags)]
-    base = found.base
-    rows += found.through_servers(base)
+    candidates = _Rows(training, where)
+    plain = candidates.plain()
+    rows = [*plain, candidates.fp8(min(plain, key=_time).flags)]
+    base = candidates.base
+    rows += candidates.through_servers(base)
     if (hosts := arguments.instances_for_hosts(base)) is not None:
         local = replace(base, instances=hosts)
-        rows += found.through_servers(local, f"{arguments.INSTANCES} {hosts}")
+        rows += candidates.through_servers(local, f"{arguments.INSTANCES} {hosts}")
     if training.program is arguments.MEGATRON:
-        kept = replace(base, updated=True, sharded=False, instances=1, by_layer=base.sharded)
+        of_servers = replace(base, updated=True, sharded=False, instances=1, by_layer=base.sharded)
         rows += [
             replace(row, refused=optimizer_refused)
-            for row in found.through_servers(kept, arguments.OPTIMIZER)
+            for row in candidates.through_servers(of_servers, arguments.OPTIMIZER)
         ]
     best_plain = min(plain, key=lambda row: (round(row.seconds / _time(plain[0]), 6), row.flags))
     rows = [
@@ -187,7 +187,7 @@ def forecast(
     micro_batch_s = where.micro_batch_s if isinstance(where, Machines) else None
     first = Forecast(
         training=training,
-        network=found.network,
+        network=candidates.network,
         rows=shown,
         plain=fastest,
         best=fastest,
@@ -205,21 +205,21 @@ def _over(first: Row, row: Row) -> float:
     return first.seconds / row.seconds if row.seconds else 1.0
 
 
-def _chosen(found: Forecast) -> Forecast:
-    exact = [row for row in found.rows if not (row.refused or row.compared or row.loses)]
-    best, gain = _shortest(found, exact), found.step_gain
-    if gain(best) < WORTH_IT and best.through_servers and not found.training.used:
-        best = _shortest(found, [row for row in exact if not row.through_servers])
-    few = [row for row in found.by_servers() if row.loses and gain(row) >= WORTH_IT * gain(best)]
-    return replace(found, best=best, few_bits=tuple(few))
+def _chosen(forecast: Forecast) -> Forecast:
+    exact = [row for row in forecast.rows if not (row.refused or row.compared or row.loses)]
+    best, gain = _shortest(forecast, exact), forecast.step_gain
+    if gain(best) < WORTH_IT and best.through_servers and not forecast.training.used:
+        best = _shortest(forecast, [row for row in exact if not row.through_servers])
+    few = [row for row in forecast.by_servers() if row.loses and gain(row) >= WORTH_IT * gain(best)]
+    return replace(forecast, best=best, few_bits=tuple(few))
 
 
-def _shortest(found: Forecast, rows: Sequence[Row]) -> Row:
+def _shortest(forecast: Forecast, rows: Sequence[Row]) -> Row:
     """Get the row with the shortest change among those that are about as fast as the fastest."""
     limit = ENOUGH * min(row.seconds for row in rows)
 
     def change(row: Row) -> tuple[int, float]:
-        return sum(map(len, found.changes(row))), row.seconds
+        return sum(map(len, forecast.changes(row))), row.seconds
 
     return min((row for row in rows if row.seconds <= limit), key=change)
 
@@ -248,26 +248,28 @@ class _Rows:
         """Return the rows of plain Megatron: with the job's arguments, and with each combination of
         Megatron's flags that the job could add."""
         now = self.base
-        found: list[tuple[tuple[str, ...], Training]] = [((), now)]
+        variants: list[tuple[tuple[str, ...], Training]] = [((), now)]
         if now.can_shard and not now.sharded:
-            found.append(((arguments.SHARDED,), replace(now, sharded=True)))
-        for flags, one in tuple(found):
-            if (hosts := arguments.instances_for_hosts(one)) is not None:
+            variants.append(((arguments.SHARDED,), replace(now, sharded=True)))
+        for flags, variant in tuple(variants):
+            if (hosts := arguments.instances_for_hosts(variant)) is not None:
                 more = (*flags, f"{arguments.INSTANCES} {hosts}")
-                found.append((more, replace(one, instances=hosts)))
+                variants.append((more, replace(variant, instances=hosts)))
         if now.bf16 and now.gradient_bytes > 2:
-            found += [
-                ((*flags, arguments.HALF), replace(one, gradient_bytes=2)) for flags, one in found
+            variants += [
+                ((*flags, arguments.HALF), replace(variant, gradient_bytes=2))
+                for flags, variant in variants
             ]
-        self._plain = dict(found)
+        self._plain = dict(variants)
         return [
-            replace(self._row(one, flags, routing.COLLECTIVE), plain=True) for flags, one in found
+            replace(self._row(variant, flags, routing.COLLECTIVE), plain=True)
+            for flags, variant in variants
         ]
 
     def fp8(self, flags: tuple[str, ...]) -> Row:
         """Return the plain row of these flags with gradients in blocks of fp8, for comparison."""
-        one = replace(self._plain[flags], gradient_bytes=FP8_BYTES)
-        return replace(self._row(one, flags, routing.COLLECTIVE), compared=True)
+        variant = replace(self._plain[flags], gradient_bytes=FP8_BYTES)
+        return replace(self._row(variant, flags, routing.COLLECTIVE), compared=True)
 
     def through_servers(self, base: Training, *flags: str) -> list[Row]:
         """Make rows with the job's gradient dtype, with bf16 if smaller, and with few bits."""
@@ -280,13 +282,15 @@ class _Rows:
                 rows.append(replace(row, loses=loses))
         return [self._row(base, (arguments.USE, *flags)), *rows]
 
-    def _row(self, training: Training, flags: tuple[str, ...], asked: str = routing.AUTO) -> Row:
+    def _row(
+        self, training: Training, flags: tuple[str, ...], requested: str = routing.AUTO
+    ) -> Row:
         network, collective, pushed = self.network, dict[int, float](), dict[int, float]()
         gathered, flows, copied = dict[int, float](), dict[int, Flow](), 0.0
         server, through = 0.0, list[str]()
         for kind, hosts, count, elements, updated in _pieces(training):
             what = _sum(training, hosts, elements, updated=updated)
-            decision = routing.decide(what, network, asked)
+            decision = routing.decide(what, network, requested)
             load, spread = decision.loads[decision.route], routing.per_host(hosts)
             into = collective
             if decision.route != routing.COLLECTIVE:
@@ -314,10 +318,10 @@ class _Rows:
             host=_most(pushed) + share * network.servers.local,
             server=server + (share * network.servers.per_machine if network.servers.extra else 0),
         )
-        flow = max(flows.values(), key=lambda one: one.pushed, default=Flow(pushed=0, pulled=0))
+        flow = max(flows.values(), key=lambda flow: flow.pushed, default=Flow(pushed=0, pulled=0))
         push_seconds, limit = self._push_seconds(pushes, flow, share, training.wire)
-        others = [Load(host=_most(one)) for one in (collective, gathered)]
-        reduced, after = (network.seconds(routing.COLLECTIVE, one) for one in others)
+        others = [Load(host=_most(by_host)) for by_host in (collective, gathered)]
+        reduced, after = (network.seconds(routing.COLLECTIVE, load) for load in others)
         return Row(
             flags=flags,
             wire=training.wire,

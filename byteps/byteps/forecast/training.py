@@ -129,7 +129,7 @@ class Training:
     @property
     def least_bytes(self) -> float:
         """Least bytes per value at which the forecast does not warn of lost bits."""
-        agreed = [WIRE_BYTES[one] for one in (self.accepts, self.wire) if one is not None]
+        agreed = [WIRE_BYTES[dtype] for dtype in (self.accepts, self.wire) if dtype is not None]
         return min([2.0, *agreed])
 
     @property

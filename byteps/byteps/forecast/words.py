@@ -11,26 +11,28 @@ from byteps.routing import Network
 NOTHING = "no gradient crosses hosts: nothing to gain"
 
 
-def answer(found: Forecast) -> str:
+def answer(forecast: Forecast) -> str:
     """Recommend changes: a sentence for 16 bits or more, and a sentence for few bits if
     they gain."""
-    training = found.training
+    training = forecast.training
     if not training.crossing:
         return NOTHING
     least = training.least_bytes
     type_ = next((wire for wire, size in FEW_BITS.items() if size == least), "16 bits")
-    sentences = [f"in {type_} or more: {_exact(found)}"]
-    if found.few_bits:
-        ways = " or ".join(f"{_change(found, row)} ({row.gain:.2f} x)" for row in found.few_bits)
+    sentences = [f"in {type_} or more: {_exact(forecast)}"]
+    if forecast.few_bits:
+        ways = " or ".join(
+            f"{_change(forecast, row)} ({row.gain:.2f} x)" for row in forecast.few_bits
+        )
         sentences.append(f"with fewer bits: {ways}; compare your loss curves first")
     if training.missing_overlaps:
         sentences.append(f"{' '.join(training.missing_overlaps)} would hide time in each of these")
     return "; ".join(sentences)
 
 
-def _exact(found: Forecast) -> str:
-    best, change = found.best, _change(found, found.best)
-    plain = f"plain {found.training.program.name}"
+def _exact(forecast: Forecast) -> str:
+    best, change = forecast.best, _change(forecast, forecast.best)
+    plain = f"plain {forecast.training.program.name}"
     if best.through_servers:
         gain = f"{best.gain:.2f} x as fast as {plain} at its best"
         return f"{change} ({gain})" if change else f"change nothing: what runs is {gain}"
@@ -38,13 +40,15 @@ def _exact(found: Forecast) -> str:
         return f"{change} ({best.over_now:.2f} x, by {plain} alone; servers add less)"
     if change:
         return f"{change}: {plain} is as fast"
-    if found.micro_batch_s is not None and any(row.gain >= WORTH_IT for row in found.by_servers()):
+    if forecast.micro_batch_s is not None and any(
+        row.gain >= WORTH_IT for row in forecast.by_servers()
+    ):
         return "change nothing: what servers would save hides behind a micro-batch"
     return f"change nothing: no servers are faster than {plain}"
 
 
-def _change(found: Forecast, row: Row) -> str:
-    add, drop = found.changes(row)
+def _change(forecast: Forecast, row: Row) -> str:
+    add, drop = forecast.changes(row)
     parts = [f"add {' '.join(add)}"] if add else []
     parts += [f"drop {' '.join(drop)}"] if drop else []
     return " and ".join(parts)
@@ -77,31 +81,31 @@ def rates_text(network: Network) -> str:
     return text
 
 
-def break_even(found: Forecast) -> str:
+def break_even(forecast: Forecast) -> str:
     """Describe up to which computing time per step servers gain enough; if there is none, what
     hides the communication already."""
-    rows = (found.best, *found.few_bits)
+    rows = (forecast.best, *forecast.few_bits)
     row = next((row for row in rows if row.through_servers), None)
-    if row is None or row.gain < WORTH_IT or not found.network.host_rate:
-        return _hidden(found)
-    plain, most = found.plain.seconds, found.plain.seconds - WORTH_IT * row.seconds
+    if row is None or row.gain < WORTH_IT or not forecast.network.host_rate:
+        return _hidden(forecast)
+    plain, most = forecast.plain.seconds, forecast.plain.seconds - WORTH_IT * row.seconds
     batches = ""
-    if (each := found.micro_batch_s) is not None:
+    if (each := forecast.micro_batch_s) is not None:
         batches = f": {int(most / (WORTH_IT - 1) / each)} micro-batches of {1e3 * each:g} ms"
     return (
         "Gradients travel once a step, however many micro-batches it accumulates: "
-        f"{' '.join(found.typed(row.flags))} saves {plain - row.seconds:.3g} s of it. If nothing "
-        f"overlaps, the whole step is {WORTH_IT} x as fast or more where it computes for at most "
-        f"{most / (WORTH_IT - 1):.3g} s{batches}. {_hidden(found)}"
+        f"{' '.join(forecast.typed(row.flags))} saves {plain - row.seconds:.3g} s of it. If "
+        f"nothing overlaps, the whole step is {WORTH_IT} x as fast or more where it computes for "
+        f"at most {most / (WORTH_IT - 1):.3g} s{batches}. {_hidden(forecast)}"
     )
 
 
-def _hidden(found: Forecast) -> str:
+def _hidden(forecast: Forecast) -> str:
     """Describe how much communication plain training hides behind a micro-batch."""
-    if not (found.network.host_rate and found.training.crossing):
+    if not (forecast.network.host_rate and forecast.training.crossing):
         return ""
-    row, name = found.plain, found.training.program.name
-    if (each := found.micro_batch_s) is not None:
+    row, name = forecast.plain, forecast.training.program.name
+    if (each := forecast.micro_batch_s) is not None:
         left = row.step_seconds(each) - each
         return (
             f"Behind a micro-batch of {1e3 * each:g} ms plain {name}'s overlaps hide "
@@ -114,11 +118,11 @@ def _hidden(found: Forecast) -> str:
     )
 
 
-def limit_text(found: Forecast, machines: Machines) -> str:
+def limit_text(forecast: Forecast, machines: Machines) -> str:
     """Describe what keeps servers from gaining by few bits. Return an empty text if servers do
     gain, or if the links are the limit."""
-    rows = [row for row in found.by_servers() if row.wire in FEW_BITS]
-    if found.few_bits or found.best.through_servers or not rows:
+    rows = [row for row in forecast.by_servers() if row.wire in FEW_BITS]
+    if forecast.few_bits or forecast.best.through_servers or not rows:
         return ""
     if machines.outruns_tcp:
         return (
@@ -133,7 +137,7 @@ def limit_text(found: Forecast, machines: Machines) -> str:
     }
     if row.limit not in limits:
         return ""
-    words = " ".join(found.typed(row.flags))
+    words = " ".join(forecast.typed(row.flags))
     return f"{words} would need {1e3 * row.seconds:,.1f} ms, for {limits[row.limit]}."
 
 
@@ -141,24 +145,24 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
 
 
-def table(found: Forecast) -> str:
+def table(forecast: Forecast) -> str:
     """Return the table of all rows: bytes over the NICs, time, and gain."""
-    if not found.training.crossing:
+    if not forecast.training.crossing:
         return NOTHING
-    timed = bool(found.network.host_rate)
+    timed = bool(forecast.network.host_rate)
     rows = [
         (
             *("arguments", "through servers", "gradients", "parameters", "server"),
             *("ms" if timed else "-", "over plain", "over now", ""),
         )
     ]
-    for row in found.rows:
+    for row in forecast.rows:
         if row.refused:
-            rows.append((found.name(row), f"refused: {row.refused}", "", "", "", "", "", "", ""))
+            rows.append((forecast.name(row), f"refused: {row.refused}", "", "", "", "", "", "", ""))
             continue
         rows.append(
             (
-                found.name(row),
+                forecast.name(row),
                 " and ".join(row.through_servers) or "nothing",
                 size_text(row.gradients),
                 size_text(row.parameters) if row.parameters else "-",
@@ -166,7 +170,7 @@ def table(found: Forecast) -> str:
                 f"{row.seconds * 1e3:.1f}" if timed else "-",
                 f"{row.gain:.2f}",
                 f"{row.over_now:.2f}",
-                note(found, row),
+                note(forecast, row),
             )
         )
     # The reason of a refused row may be long, so it does not count for the widths of columns.
@@ -179,13 +183,13 @@ def table(found: Forecast) -> str:
     )
 
 
-def note(found: Forecast, row: Row) -> str:
+def note(forecast: Forecast, row: Row) -> str:
     """Return the remark on a row's gain."""
-    name = found.training.program.name
+    name = forecast.training.program.name
     if row.compared:
         return f"for comparison: not in {name}; loss {row.loss}"
     if row.plain:
-        return f"plain {name} at its best" if row == found.plain else f"plain {name}"
+        return f"plain {name} at its best" if row == forecast.plain else f"plain {name}"
     if not row.through_servers:
         return "gain of plain flags" if row.over_now > 1.005 else "left to NCCL"
     return f"{'few bits; ' * row.loses}loss {row.loss}" if row.loss else ""

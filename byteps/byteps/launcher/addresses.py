@@ -88,11 +88,11 @@ def _is_loopback(host: str) -> bool:
 
 def default_addresses() -> list[str]:
     """Return the addresses of this host on its default routes, IPv4 and IPv6."""
-    found = []
+    addresses = []
     for target in ELSEWHERE:
         with contextlib.suppress(OSError):
-            found.append(_address_towards(target))
-    return found
+            addresses.append(_address_towards(target))
+    return addresses
 
 
 def _address_towards(host: str) -> str:

@@ -35,14 +35,14 @@ def find_executable() -> str:
         candidate = os.path.join(folder, EXECUTABLE)
         if os.access(candidate, os.X_OK):
             return candidate
-    found = shutil.which(EXECUTABLE)
-    if found is None:
+    executable = shutil.which(EXECUTABLE)
+    if executable is None:
         raise byteps_error(
             f"embedded mode starts {EXECUTABLE}, which is neither next to {sys.executable} nor on "
             "PATH: install the byteps wheel into this environment, or set DMLC_PS_ROOT_URI and "
             "DMLC_PS_ROOT_PORT to join a cluster that runs already"
         )
-    return found
+    return executable
 
 
 class Child:

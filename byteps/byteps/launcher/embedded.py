@@ -77,7 +77,7 @@ def start_if_needed(
     joins = bool(os.environ.get("DMLC_PS_ROOT_URI"))
     if joins and not of_torch:
         return {}
-    place = LocalPlace.own(os.environ, host_name())
+    own = LocalPlace.own(os.environ, host_name())
     if not joins:
         demand_no_cluster(os.environ)
     if size > 1 and not of_torch and not {"RANK", "DMLC_WORKER_ID"} & os.environ.keys():
@@ -95,10 +95,10 @@ def start_if_needed(
     if rank == 0:
         _warn_of_restarts(os.environ)
     if joins:
-        return Start(rank, size, store).find(place)
+        return Start(rank, size, store).find(own)
     _current = EmbeddedNodes(rank, settings)
     try:
-        return Start(rank, size, store, _current).find(place)
+        return Start(rank, size, store, _current).find(own)
     except BaseException:
         stop(keeps_logs=True)
         raise

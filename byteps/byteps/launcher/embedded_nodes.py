@@ -125,6 +125,6 @@ class EmbeddedNodes:
             self.leave()
 
     def _clean_up(self) -> None:
-        kept = self.keeps_logs or self.any_failed
-        if self.is_left and self.is_own and not self.running and not kept:
+        keeps_folder = self.keeps_logs or self.any_failed
+        if self.is_left and self.is_own and not self.running and not keeps_folder:
             shutil.rmtree(self._folder or "", ignore_errors=True)

@@ -110,7 +110,7 @@ class HostServers:
             count: number of server processes.
         """
         means = ranks[0]
-        cores = _cores([one["cores"] for one in ranks])
+        cores = _cores([report["cores"] for report in ranks])
         in_all = max(1, min(len(cores), math.floor(means["quota"] or len(cores))))
         rate = (means["gbps"] or UNKNOWN_GBPS) * GBPS
         moving = max(math.ceil(2 * rate / TCP_CORE_RATE), means["nodes"])
@@ -119,7 +119,7 @@ class HostServers:
         room = math.ceil(max(1, in_all - len(ranks)) / 2)
         moving = max(1, min(moving, round(moving * room / (moving + adding))))
         adding = max(1, min(adding, room - moving))
-        moving, adding = (math.ceil(one / count) for one in (moving, adding))
+        moving, adding = (math.ceil(threads / count) for threads in (moving, adding))
         moving = _given("BYTEPS_IO_THREADS") or min(moving, MOST_IO)
         adding = _given("BYTEPS_SERVER_ENGINE_THREAD") or min(adding, MOST_ADDING)
         near = [core for core in _cores([means["near"]]) if core in cores]
@@ -176,11 +176,11 @@ def _counts(gbps: Sequence[float]) -> list[int]:
 
 def cost_text(hosts: Sequence[HostServers]) -> str:
     """Describe the cores and the memory that these servers take from their hosts."""
-    lowest, highest = (pick(hosts, key=lambda one: one.busy_cores) for pick in (min, max))
+    lowest, highest = (pick(hosts, key=lambda servers: servers.busy_cores) for pick in (min, max))
     cores = f"{lowest.busy_cores} of {lowest.cores_in_all}"
     if lowest.busy_cores != highest.busy_cores:
         cores += f" to {highest.busy_cores} of {highest.cores_in_all}"
-    count = max(one.count for one in hosts)
+    count = max(servers.count for servers in hosts)
     memory = count * (POOL_BYTES + BASE_BYTES) / GIB
     return (
         f"on each host they take at most {cores} cores while gradients travel, and up to "

@@ -37,24 +37,24 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    told: signal.Signals | None = None
+    received: signal.Signals | None = None
     with tempfile.TemporaryDirectory(prefix="byteps-left-") as folder:
         file = Path(folder) / "left"
         os.environ[_FILE] = str(file)
         try:
             run.main(list(arguments))
         except SignalException as error:
-            told = signal.Signals(error.sigval)
+            received = signal.Signals(error.sigval)
         except BaseException:
             if not file.exists():
                 raise
         if file.exists():
             print("byteps: this replica got SIGTERM and has left the job", flush=True)
             return STATUS
-    if told is None:
+    if received is None:
         return 0
-    print(f"byteps: torchrun got {told.name}, and its ranks have ended", flush=True)
-    return 128 + told
+    print(f"byteps: torchrun got {received.name}, and its ranks have ended", flush=True)
+    return 128 + received
 
 
 if __name__ == "__main__":

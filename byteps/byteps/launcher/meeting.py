@@ -67,9 +67,9 @@ def meet(store: Store, name: str, member: int, size: int, deadline: float) -> st
 
 def tell(store: Store, name: str, member: int, text: str, deadline: float) -> str:
     """Meet as any member but the first; the first member gets `text`. See `meet`."""
-    place, nonce = f"byteps/{name}", secrets.token_hex(8)
-    answer = f"{place}/answer/{nonce}"
-    store.set(f"{place}/nonce/{member}", nonce)
+    meeting, nonce = f"byteps/{name}", secrets.token_hex(8)
+    answer = f"{meeting}/answer/{nonce}"
+    store.set(f"{meeting}/nonce/{member}", nonce)
     if not wait_for(store, [answer], deadline):
         raise AbsentError([0], "")
     prefix = store.get(answer).decode()
@@ -80,25 +80,25 @@ def tell(store: Store, name: str, member: int, text: str, deadline: float) -> st
 def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, list[str]]:
     """Meet as the first member; return the prefix and the texts of the other members. See
     `meet`."""
-    place = f"byteps/{name}"
-    prefix = f"{place}/{secrets.token_hex(8)}"
-    unseen = [f"{place}/nonce/{member}" for member in range(1, size)]
-    told = [f"{prefix}/told/{member}" for member in range(1, size)]
+    meeting = f"byteps/{name}"
+    prefix = f"{meeting}/{secrets.token_hex(8)}"
+    unseen = [f"{meeting}/nonce/{member}" for member in range(1, size)]
+    keys = [f"{prefix}/told/{member}" for member in range(1, size)]
     seen: list[str] = []
     answered: set[bytes] = set()
     pause = FIRST_LOOK_S
-    while told:
+    while keys:
         before, unseen = unseen, []
         for key in before:
             (seen if store.check([key]) else unseen).append(key)
         # An answer to a nonce of an ended process does no harm, because nobody reads it.
         for nonce in set(store.multi_get(seen) if seen else ()) - answered:
-            store.set(f"{place}/answer/{nonce.decode()}", prefix)
+            store.set(f"{meeting}/answer/{nonce.decode()}", prefix)
             answered.add(nonce)
-        if not unseen and store.check(told):
-            return prefix, [text.decode() for text in store.multi_get(told)]
+        if not unseen and store.check(keys):
+            return prefix, [text.decode() for text in store.multi_get(keys)]
         if time.monotonic() > deadline:
-            absent = [member for member, key in enumerate(told, 1) if not store.check([key])]
+            absent = [member for member, key in enumerate(keys, 1) if not store.check([key])]
             raise AbsentError(absent, prefix)
         time.sleep(pause)
         pause = min(2 * pause, LAST_LOOK_S)

@@ -76,16 +76,16 @@ class LocalPlace:
         return cls(host=host, local=local, is_named=named)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> LocalPlace:
+    def of(cls, facts: Mapping[str, Any]) -> LocalPlace:
         """Return the message of a rank, from its JSON form."""
-        local = None if told["local"] is None else (int(told["local"][0]), int(told["local"][1]))
-        return cls(host=told["host"], local=local, is_named=told["is_named"])
+        local = None if facts["local"] is None else (int(facts["local"][0]), int(facts["local"][1]))
+        return cls(host=facts["host"], local=local, is_named=facts["is_named"])
 
 
 def _first_of(env: Mapping[str, str], name: str, named: bool) -> int | None:
     ours = env.get(f"BYTEPS_{name}") if named else None
-    found = ours or env.get(name.replace("SIZE", "WORLD_SIZE"))
-    return int(found) if found else None
+    number = ours or env.get(name.replace("SIZE", "WORLD_SIZE"))
+    return int(number) if number else None
 
 
 def find_locals(places: Sequence[LocalPlace]) -> list[tuple[int, int]]:
@@ -96,14 +96,14 @@ def find_locals(places: Sequence[LocalPlace]) -> list[tuple[int, int]]:
     for Ray's launchers, which tell each rank that it is alone on its host. Wrong values would make
     metrics ports collide, and each rank would claim all cores and NICs of its host.
     """
-    told = [(place.host, place.local) for place in places]
-    kept = any(place.is_named for place in places) or (
-        all(place.local for place in places) and len(set(told)) == len(told)
+    local_ranks = [(rank.host, rank.local) for rank in places]
+    trusts_launcher = any(rank.is_named for rank in places) or (
+        all(rank.local for rank in places) and len(set(local_ranks)) == len(local_ranks)
     )
-    hosts = [place.host for place in places]
+    hosts = [rank.host for rank in places]
     return [
-        place.local
-        if kept and place.local
-        else (hosts[:rank].count(place.host), hosts.count(place.host))
-        for rank, place in enumerate(places)
+        own.local
+        if trusts_launcher and own.local
+        else (hosts[:rank].count(own.host), hosts.count(own.host))
+        for rank, own in enumerate(places)
     ]

@@ -53,22 +53,22 @@ class Start:
         self._deadline = time.monotonic() + self._timeout_s
         self._rank, self._size, self._nodes, self._store = rank, size, nodes, store
 
-    def find(self, place: LocalPlace) -> dict[str, str]:
+    def find(self, own_place: LocalPlace) -> dict[str, str]:
         """Return settings with this process's local rank and size, and with the address of the
         started cluster."""
-        mine = {"place": asdict(place), "starts": self._nodes is not None, "problem": ""}
-        mine |= self._offer()
-        answer = self._ask(mine)
+        own_message = {"place": asdict(own_place), "starts": self._nodes is not None, "problem": ""}
+        own_message |= self._offer()
+        answer = self._ask(own_message)
         local_rank, local_size = answer["local"]
-        found = place_settings(self._rank, self._size, local_rank, local_size)
+        settings = place_settings(self._rank, self._size, local_rank, local_size)
         if self._nodes is None:
-            return found
+            return settings
         self._nodes.address = answer["address"]
         if "servers" in answer:
             self._nodes.start_servers(HostServers(**answer["servers"]), local_size)
-        return found | self._nodes.address
+        return settings | self._nodes.address
 
-    def _ask(self, mine: Message) -> Message:
+    def _ask(self, own_message: Message) -> Message:
         """Send rank 0 this rank's message, and return its answer.
 
         Raises:
@@ -77,32 +77,32 @@ class Start:
         from byteps.torch import BytePSError
 
         if self._store is None or self._size == 1:
-            return self.answers([mine])[0]
+            return self.answers([own_message])[0]
         try:
             ask = self._answer_all if self._rank == 0 else self._read
-            return ask(self._store, mine)
+            return ask(self._store, own_message)
         except BytePSError:
             raise
         except RuntimeError as error:  # torch's DistStoreError is one
             raise byteps_error(f"BytePS: torch.distributed's store failed: {error}") from error
 
-    def _answer_all(self, store: Store, mine: Message) -> Message:
+    def _answer_all(self, store: Store, own_message: Message) -> Message:
         prefix = ""
         try:
-            prefix, told = gather(store, "start", self._size, self._deadline)
-            answers = self.answers([mine, *map(json.loads, told)])
+            prefix, others = gather(store, "start", self._size, self._deadline)
+            answers = self.answers([own_message, *map(json.loads, others)])
         except Exception as error:
-            found = error
+            failure = error
             if isinstance(error, AbsentError):
                 prefix = error.prefix
-                found = byteps_error(
+                failure = byteps_error(
                     f"BytePS: ranks {error.members} of {self._size} did not start BytePS within "
                     f"{self._timeout_s:g} s (BYTEPS_START_TIMEOUT_S). Set BYTEPS_C10D, or what "
                     "else starts it, on all hosts, and DMLC_PS_ROOT_URI on all of them or on none"
                 )
             if prefix:
-                self._write(store, prefix, [{"error": str(found)}] * self._size)
-            raise found from None
+                self._write(store, prefix, [{"error": str(failure)}] * self._size)
+            raise failure from None
         self._write(store, prefix, answers)
         return answers[0]
 
@@ -110,10 +110,10 @@ class Start:
         for rank in range(1, self._size):
             store.set(f"{prefix}/answer/{rank}", json.dumps(answers[rank]))
 
-    def _read(self, store: Store, mine: Message) -> Message:
+    def _read(self, store: Store, own_message: Message) -> Message:
         until = self._deadline + GRACE_S
         with contextlib.suppress(AbsentError):
-            prefix = tell(store, "start", self._rank, json.dumps(mine), until)
+            prefix = tell(store, "start", self._rank, json.dumps(own_message), until)
             key = f"{prefix}/answer/{self._rank}"
             if wait_for(store, [key], until):
                 answer: Message = json.loads(store.get(key))
@@ -138,32 +138,34 @@ class Start:
         except RuntimeError as error:
             return {"problem": str(error)}
 
-    def answers(self, told: list[Message]) -> list[Message]:
-        """On rank 0, start the scheduler if needed; return the answer for each rank. `told`: the
-        ranks' messages, in the order of ranks."""
-        for rank, one in enumerate(told):
-            if one["problem"]:
-                raise byteps_error(f"embedded mode, rank {rank}: {one['problem']}")
-        joining = [rank for rank, one in enumerate(told) if not one["starts"]]
-        if 0 < len(joining) < len(told):
+    def answers(self, messages: list[Message]) -> list[Message]:
+        """On rank 0, start the scheduler if needed; return the answer for each rank. `messages`:
+        the ranks' messages, in the order of ranks."""
+        for rank, message in enumerate(messages):
+            if message["problem"]:
+                raise byteps_error(f"embedded mode, rank {rank}: {message['problem']}")
+        joining = [rank for rank, message in enumerate(messages) if not message["starts"]]
+        if 0 < len(joining) < len(messages):
             raise byteps_error(
-                f"DMLC_PS_ROOT_URI is set on ranks {joining} of {len(told)} and not on the others: "
-                "set it on all to join a cluster, or on none"
+                f"DMLC_PS_ROOT_URI is set on ranks {joining} of {len(messages)} and not on the "
+                "others: set it on all to join a cluster, or on none"
             )
-        locals_ = find_locals([LocalPlace.of(one["place"]) for one in told])
+        locals_ = find_locals([LocalPlace.of(message["place"]) for message in messages])
         answers: list[Message] = [{"local": local} for local in locals_]
         if self._nodes is None:
             return answers
-        demand_one_secret(told)
+        demand_one_secret(messages)
         hosts: dict[str, list[int]] = {}
-        for rank, one in enumerate(told):
-            hosts.setdefault(one["place"]["host"], []).append(rank)
-        servers = fit_hosts([[told[rank]["means"] for rank in ranks] for ranks in hosts.values()])
+        for rank, message in enumerate(messages):
+            hosts.setdefault(message["place"]["host"], []).append(rank)
+        servers = fit_hosts(
+            [[messages[rank]["means"] for rank in ranks] for ranks in hosts.values()]
+        )
         for ranks, one_host in zip(hosts.values(), servers, strict=True):
             answers[ranks[0]]["servers"] = asdict(one_host)
         host = loopback()
         if len(hosts) > 1:
-            elsewhere = [told[ranks[0]]["address"] for ranks in hosts.values()][1:]
+            elsewhere = [messages[ranks[0]]["address"] for ranks in hosts.values()][1:]
             host = own_address(os.environ, self._store, elsewhere)
         address = self._start_scheduler(self._nodes, host, servers)
         return [answer | {"address": address} for answer in answers]
@@ -173,7 +175,7 @@ class Start:
     ) -> dict[str, str]:
         """Start the scheduler and print a line about it; return the settings with which nodes join
         it."""
-        servers = sum(one.count for one in hosts)
+        servers = sum(host.count for host in hosts)
         address = {
             "DMLC_PS_ROOT_URI": host,
             "DMLC_NUM_SERVER": str(servers),
@@ -192,11 +194,13 @@ class Start:
         return {**address, "DMLC_PS_ROOT_PORT": str(port)}
 
 
-def demand_one_secret(told: list[Message]) -> None:
+def demand_one_secret(messages: list[Message]) -> None:
     """Raises BytePSError unless all ranks have told the same `secret_mark`."""
-    if others := [rank for rank, one in enumerate(told) if one["secret"] != told[0]["secret"]]:
+    if others := [
+        rank for rank, message in enumerate(messages) if message["secret"] != messages[0]["secret"]
+    ]:
         raise byteps_error(
-            f"ranks {others} of {len(told)} have another secret than rank 0: set the same "
+            f"ranks {others} of {len(messages)} have another secret than rank 0: set the same "
             "BYTEPS_SECRET_FILE (or BYTEPS_SECRET) on all hosts, or on none; and BYTEPS_AUTH=0 on "
             "all or on none"
         )

@@ -90,15 +90,15 @@ class Upstream:
     def overlay_files(self) -> dict[str, Path]:
         """Return the overlay's files by their path in the tree, sorted, without junk and
         README.md."""
-        found: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         for folder, subfolders, names in os.walk(self.overlay):
             subfolders[:] = [name for name in subfolders if not is_junk(name)]
             for path in (Path(folder, name) for name in names if not is_junk(name)):
                 if path.is_symlink() or not path.is_file():
                     raise PatchError(f"{self.shown(path)}: an overlay holds plain files only")
-                found[path.relative_to(self.overlay).as_posix()] = path
-        found.pop("README.md", None)
-        return dict(sorted(found.items()))
+                files[path.relative_to(self.overlay).as_posix()] = path
+        files.pop("README.md", None)
+        return dict(sorted(files.items()))
 
     def fingerprint(self) -> str:
         """Return a hash of everything from which the tree is made. Equal hashes mean equal

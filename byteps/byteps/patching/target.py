@@ -61,7 +61,7 @@ class Target:
         Args:
             source: folder with upstream.lock; None: `home()`.
         """
-        upstreams = [one for one in load_lock(source or home()) if one.version_file]
+        upstreams = [upstream for upstream in load_lock(source or home()) if upstream.version_file]
         return cls(root.resolve() if root else installed(), tuple(upstreams))
 
     @cached_property
@@ -82,7 +82,7 @@ class Target:
 
         A file is PLAIN if it has no lines of ours, because git or pip has replaced it.
         """
-        found: dict[str, list[str]] = {PATCHED: [], PLAIN: [], EDITED: []}
+        paths: dict[str, list[str]] = {PATCHED: [], PLAIN: [], EDITED: []}
         for path, was in record.get("files", {}).items():
             now = hash_of(self.root / path)
             if now == was["after"]:
@@ -93,8 +93,8 @@ class Target:
                 lines = set(lines_of((self.root / path).read_bytes()))
                 ours = {line.encode() for line in was["added"]}
                 state = EDITED if was["before"] is None or lines & ours else PLAIN
-            found[state].append(path)
-        return found
+            paths[state].append(path)
+        return paths
 
     def apply(self, parts: Collection[str] = ()) -> None:
         """Apply the overlay and the series that fits: all files or none.
@@ -118,15 +118,15 @@ class Target:
             return writing.original(self.root, path) if path in ours else self.root / path
 
         newest_first = list(self.upstreams[::-1])
-        for upstream in sorted(newest_first, key=lambda one: version not in one.tried):
+        for upstream in sorted(newest_first, key=lambda upstream: version not in upstream.tried):
             trial = Trial(upstream=upstream, base=base).run(_patches(upstream, parts))
             if not trial.failures:
                 break
             failed.append(trial)
-        reports = "".join(f"\n{one.report()}" for one in failed)
+        reports = "".join(f"\n{trial.report()}" for trial in failed)
         if trial.failures:
-            if found := self._applied_elsewhere():
-                return say(f"{self.root}: applied already (series for {found.label})")
+            if applied := self._applied_elsewhere():
+                return say(f"{self.root}: applied already (series for {applied.label})")
             raise PatchError(
                 f"no series of patches applies to {self.root} (Megatron-LM {version}); nothing was "
                 f"changed{reports}"
@@ -141,7 +141,7 @@ class Target:
         if links := [path for path in files if (self.root / path).is_symlink()]:
             raise PatchError(f"{self.root / links[0]} is a symbolic link: patch where it leads")
         parents = {parent for path in files for parent in Path(path).parents}
-        folders = {one.as_posix() for one in parents if not (self.root / one).exists()}
+        folders = {parent.as_posix() for parent in parents if not (self.root / parent).exists()}
         if record:
             folders |= set(record["folders"])
             gone = ours - set(files)
@@ -196,9 +196,9 @@ class Target:
             say(f"{about}: a change was interrupted; 'patch' or 'unpatch' takes it back first")
             return False
         if not record:
-            found = self._applied_elsewhere()
-            say(f"{about}: {f'patched, series for {found.label}' if found else 'not patched'}")
-            return bool(found)
+            applied = self._applied_elsewhere()
+            say(f"{about}: {f'patched, series for {applied.label}' if applied else 'not patched'}")
+            return bool(applied)
         states = self.states(record)
         say(f"{about}: {len(states[PATCHED])} files as the series for {record['series']} has them")
         if states[EDITED]:
@@ -221,7 +221,7 @@ class Target:
             )
 
     def _is_known(self, record: dict[str, Any]) -> bool:
-        return record.get("fingerprint") in {one.fingerprint() for one in self.upstreams}
+        return record.get("fingerprint") in {upstream.fingerprint() for upstream in self.upstreams}
 
     def _applied_elsewhere(self) -> Upstream | None:
         """Return the upstream whose series is applied although there is no record, as in a clone;
@@ -229,7 +229,10 @@ class Target:
         for upstream in self.upstreams[::-1]:
             for parts in (list(upstream.parts), []):
                 overlay, patches = _overlay(upstream, parts), _patches(upstream, parts)
-                if all(hash_of(self.root / path) == hash_of(one) for path, one in overlay.items()):
+                if all(
+                    hash_of(self.root / path) == hash_of(content)
+                    for path, content in overlay.items()
+                ):
                     trial = Trial(upstream=upstream, base=lambda path: self.root / path)
                     if not trial.run(patches[::-1], backwards=True).failures:
                         return upstream
@@ -249,10 +252,12 @@ def _entry(base: Path, new: bytes) -> dict[str, Any]:
 
 def _patches(upstream: Upstream, parts: Collection[str]) -> list[Path]:
     return [
-        one for one in read_series(upstream).patches if part_of(upstream, one) in (None, *parts)
+        patch
+        for patch in read_series(upstream).patches
+        if part_of(upstream, patch) in (None, *parts)
     ]
 
 
 def _overlay(upstream: Upstream, parts: Collection[str]) -> dict[str, Path]:
     left_out = {path for part in set(upstream.parts) - set(parts) for path in upstream.parts[part]}
-    return {path: one for path, one in upstream.overlay_files().items() if path not in left_out}
+    return {path: file for path, file in upstream.overlay_files().items() if path not in left_out}

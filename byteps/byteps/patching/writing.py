@@ -55,8 +55,8 @@ def change(
         originals: files that `original` returns afterwards, by path.
         folders: folders to remove if they contain only junk; the innermost last.
     """
-    kept = (path for path in (root / RECORD).rglob("*") if path.is_file())
-    files = {**files, **{path.relative_to(root).as_posix(): None for path in kept}}
+    records = (path for path in (root / RECORD).rglob("*") if path.is_file())
+    files = {**files, **{path.relative_to(root).as_posix(): None for path in records}}
     if record is not None:
         files |= {f"{RECORD}/original/{path}": source for path, source in originals.items()}
         files[f"{RECORD}/.gitignore"] = b"*\n"
@@ -72,7 +72,7 @@ def change(
         shutil.rmtree(root / RECORD, ignore_errors=True)
     for folder in (root / path for path in reversed(list(folders))):
         # Remove the files of interpreters and editors together with the folder.
-        if folder.is_dir() and all(is_junk(one.name) for one in folder.iterdir()):
+        if folder.is_dir() and all(is_junk(entry.name) for entry in folder.iterdir()):
             shutil.rmtree(folder)
 
 
@@ -81,14 +81,14 @@ def _stage(root: Path, files: Mapping[str, bytes | Path | None]) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
     for path, new in files.items():
-        target, place = root / path, _place(staged / "files" / path)
+        target, staging = root / path, _place(staged / "files" / path)
         if isinstance(new, Path):
-            _link(new, place)
+            _link(new, staging)
         elif new is not None:
-            place.write_bytes(new)
+            staging.write_bytes(new)
             if target.exists():
-                place.chmod(target.stat().st_mode & 0o7777)
-            _own(place, target if target.exists() else _nearest(target))
+                staging.chmod(target.stat().st_mode & 0o7777)
+            _own(staging, target if target.exists() else _nearest(target))
         if target.exists():
             _link(target, _place(staged / "old" / path))
 
@@ -135,14 +135,14 @@ def _place(path: Path) -> Path:
     return path
 
 
-def _link(source: Path, place: Path) -> None:
+def _link(source: Path, copy: Path) -> None:
     """Make a hard link to a file, which has the same mode, owner and times; or a copy, if the file
     system has no hard links."""
     try:
-        os.link(source, place)
+        os.link(source, copy)
     except OSError:
-        shutil.copy2(source, place)
-        _own(place, source)
+        shutil.copy2(source, copy)
+        _own(copy, source)
 
 
 def _own(path: Path, like: Path) -> None:
@@ -158,6 +158,8 @@ def _nearest(path: Path) -> Path:
 
 
 def _make_folder(folder: Path) -> None:
-    for one in reversed([one for one in (folder, *folder.parents) if not one.is_dir()]):
-        one.mkdir()
-        _own(one, one.parent)
+    for missing in reversed(
+        [parent for parent in (folder, *folder.parents) if not parent.is_dir()]
+    ):
+        missing.mkdir()
+        _own(missing, missing.parent)

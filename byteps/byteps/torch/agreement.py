@@ -33,26 +33,28 @@ def number(kind: str, description: Sequence[str]) -> str:
     words = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)[: 2 * _WORDS]
     words = words[::2] << 8 | words[1::2]
     key = session.number(), kind
-    mine = _made[key] = _made.get(key, 0) + 1
-    told = torch.cat([torch.tensor([mine if session.rank() == 0 else 0]), words, words * words])
-    ops.push_pull_inplace(told, average=False, name=f"{kind}/agreement")
-    sums, squares = told[1:].view(2, _WORDS)
+    count = _made[key] = _made.get(key, 0) + 1
+    reported = torch.cat(
+        [torch.tensor([count if session.rank() == 0 else 0]), words, words * words]
+    )
+    ops.push_pull_inplace(reported, average=False, name=f"{kind}/agreement")
+    sums, squares = reported[1:].view(2, _WORDS)
     # The Cauchy-Schwarz inequality is an equality only if all ranks have the same words.
     if not torch.equal(sums * sums, squares * session.size()):
         _raise_difference(kind, description)
-    return f"{kind}{int(told[0])}"
+    return f"{kind}{int(reported[0])}"
 
 
 def _raise_difference(kind: str, description: Sequence[str]) -> None:
     theirs = broadcast_object(list(description), 0, f"{kind}/description")
     what = "other ranks than this one and rank 0 have something else"
-    for place in range(max(len(theirs), len(description))):
+    for index in range(max(len(theirs), len(description))):
         there, here = (
-            repr(lines[place]) if place < len(lines) else "nothing"
+            repr(lines[index]) if index < len(lines) else "nothing"
             for lines in (theirs, description)
         )
         if there != here:
-            what = f"number {place} is {here} here, {there} on rank 0"
+            what = f"number {index} is {here} here, {there} on rank 0"
             break
     raise session.BytePSError(
         f"ranks make different {kind}s: {what}. All ranks must make the same {kind}s in the same "

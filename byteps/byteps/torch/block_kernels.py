@@ -80,9 +80,9 @@ def _mix(h):
 
 
 @triton.jit
-def _by_chance(x, inverse, is_number, row, place, low, high, MOST: tl.constexpr):
+def _by_chance(x, inverse, is_number, row, column, low, high, MOST: tl.constexpr):
     key = _mix(_mix(low + row.to(tl.uint32) * _STRIDE) ^ high)
-    bits = _mix(key[:, None] + place[None, :].to(tl.uint32) * _STRIDE) >> 16
+    bits = _mix(key[:, None] + column[None, :].to(tl.uint32) * _STRIDE) >> 16
     up = (bits.to(tl.int32).to(tl.float32) + 0.5) * _SHARE
     sum = tl.minimum(tl.maximum(x * inverse[:, None], -MOST), MOST) + up
     whole = sum.to(tl.int32)
@@ -127,9 +127,9 @@ def _encode(
     scale = tl.where(is_number, _floats(bits << 16), 0.0)
     inverse = tl.where(is_number, tl.div_rn(1.0 + 0.0 * scale, scale), 0.0)
     if BY_CHANCE:
-        one, two = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
-        first = _by_chance(low, inverse, is_number, row, column, one, two, MOST)
-        second = _by_chance(high, inverse, is_number, row, column + _HALF, one, two, MOST)
+        seed_0, two = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
+        first = _by_chance(low, inverse, is_number, row, column, seed_0, two, MOST)
+        second = _by_chance(high, inverse, is_number, row, column + _HALF, seed_0, two, MOST)
     else:
         first = _numbers(low, inverse, is_number)
         second = _numbers(high, inverse, is_number)

@@ -138,17 +138,17 @@ def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
             "pass the same root_rank on all ranks"
         )
     received = torch.empty(length, dtype=torch.uint8)
-    place = min(length, len(beginning))
-    received[:place] = beginning[:place]
+    sent = min(length, len(beginning))
+    received[:sent] = beginning[:sent]
     in_flight: deque[tuple[int, torch.Tensor, int]] = deque()
-    while place < length or in_flight:
-        if place < length and len(in_flight) < _CHUNKS_IN_FLIGHT:
-            size = next((size for size in _CHUNKS if size <= length - place), _CHUNKS[-1])
+    while sent < length or in_flight:
+        if sent < length and len(in_flight) < _CHUNKS_IN_FLIGHT:
+            size = next((size for size in _CHUNKS if size <= length - sent), _CHUNKS[-1])
             chunk = torch.zeros(size, dtype=torch.uint8)
-            _put(content[place : place + size], chunk)
+            _put(content[sent : sent + size], chunk)
             handle = ops.push_pull_async_inplace(chunk, average=False, name=f"{name}/{size}")
-            in_flight.append((place, chunk, handle))
-            place += size
+            in_flight.append((sent, chunk, handle))
+            sent += size
             continue
         begin, chunk, handle = in_flight.popleft()
         ops.synchronize(handle)

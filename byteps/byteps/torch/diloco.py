@@ -44,22 +44,22 @@ class _Piece:
     parameter: torch.Tensor
     begin: int
     """Index of the range's first value in the flattened parameter."""
-    place: slice
+    span: slice
 
     def values(self) -> torch.Tensor:
         """Return the replica's own values, in place."""
         flat = self.parameter.detach().view(-1)
-        return flat[self.begin : self.begin + self.place.stop - self.place.start]
+        return flat[self.begin : self.begin + self.span.stop - self.span.start]
 
     def of(self, host: torch.Tensor) -> torch.Tensor:
         """Return this piece of `host`, which is in host memory, as fp32 on the parameter's device.
         The result is a view of `host` if the device is the CPU and `host` is fp32."""
-        return host[self.place].to(self.parameter.device, torch.float32)
+        return host[self.span].to(self.parameter.device, torch.float32)
 
     def keep(self, values: torch.Tensor, host: torch.Tensor) -> None:
         """Store values in `host`, at the place that `of` reads."""
-        if host[self.place].data_ptr() != values.data_ptr():
-            host[self.place].copy_(values)
+        if host[self.span].data_ptr() != values.data_ptr():
+            host[self.span].copy_(values)
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class _Fragment:
         if not self.pieces:
             return torch.empty(0, dtype=dtype)
         pinned = self.pieces[0].parameter.is_cuda
-        return torch.empty(self.pieces[-1].place.stop, dtype=dtype, pin_memory=pinned)
+        return torch.empty(self.pieces[-1].span.stop, dtype=dtype, pin_memory=pinned)
 
 
 def _pieces(parameters: Sequence[torch.Tensor]) -> list[_Piece]:
@@ -95,8 +95,8 @@ def _pieces(parameters: Sequence[torch.Tensor]) -> list[_Piece]:
     for parameter in parameters:
         for begin in range(0, parameter.numel(), _PIECE):
             count = min(_PIECE, parameter.numel() - begin)
-            place = slice(offset, offset + count)
-            pieces.append(_Piece(parameter=parameter, begin=begin, place=place))
+            span = slice(offset, offset + count)
+            pieces.append(_Piece(parameter=parameter, begin=begin, span=span))
             offset += count
     return pieces
 
@@ -204,7 +204,7 @@ class LocalSteps:
         )
         fragment.outer, fragment.momentum = fragment.memory(), fragment.memory().zero_()
         for piece in fragment.pieces:
-            fragment.outer[piece.place].copy_(piece.values())
+            fragment.outer[piece.span].copy_(piece.values())
         return fragment
 
     @torch.no_grad()
@@ -221,10 +221,10 @@ class LocalSteps:
         self.steps += 1
         changed = False
         for fragment in self._fragments:
-            place = (self.steps - fragment.starts_at) % self._every
-            if place == 0:
+            phase = (self.steps - fragment.starts_at) % self._every
+            if phase == 0:
                 self._start(fragment)
-            if place == self._delay and fragment.handle is not None:
+            if phase == self._delay and fragment.handle is not None:
                 self._finish(fragment)
                 changed = True
         return changed
@@ -257,7 +257,9 @@ class LocalSteps:
 
     def state(self) -> list[torch.Tensor]:
         """Return outer parameters and momentum of each fragment, in host memory, not copied."""
-        return [tensor for one in self._fragments for tensor in (one.outer, one.momentum)]
+        return [
+            tensor for fragment in self._fragments for tensor in (fragment.outer, fragment.momentum)
+        ]
 
     def _start(self, fragment: _Fragment) -> None:
         if not fragment.pieces:
@@ -266,9 +268,9 @@ class LocalSteps:
         fragment.sent = fragment.memory() if self._delay else None
         for piece in fragment.pieces:
             now = piece.values()
-            fragment.difference[piece.place].copy_(piece.of(fragment.outer) - now)
+            fragment.difference[piece.span].copy_(piece.of(fragment.outer) - now)
             if fragment.sent is not None:
-                fragment.sent[piece.place].copy_(now)
+                fragment.sent[piece.span].copy_(now)
         fragment.handle = ops.push_pull_async_inplace(
             fragment.difference,
             average=True,
@@ -325,16 +327,16 @@ class LocalSteps:
             ValueError: the state has other parameters or another number of fragments.
         """
         sizes = [len(outer) for outer in state["outer"]]
-        mine = [fragment.outer.numel() for fragment in self._fragments]
-        if sizes != mine:
-            raise ValueError(f"the saved state has fragments of {sizes} values, not {mine}")
+        own_sizes = [fragment.outer.numel() for fragment in self._fragments]
+        if sizes != own_sizes:
+            raise ValueError(f"the saved state has fragments of {sizes} values, not {own_sizes}")
         self.steps = state["steps"]
         saved = zip(self._fragments, state["outer"], state["momentum"], strict=True)
         for fragment, outer, momentum in saved:
             fragment.outer.copy_(outer)
             fragment.momentum.copy_(momentum)
             for piece in fragment.pieces:
-                piece.values().copy_(outer[piece.place])
+                piece.values().copy_(outer[piece.span])
 
 
 def _cut(parameters: Sequence[torch.Tensor], fragments: int) -> list[list[torch.Tensor]]:

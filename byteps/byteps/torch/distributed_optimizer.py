@@ -138,8 +138,8 @@ class _Averaged:
         new = {name: parameters[name] for name, averager in here.items() if averager is None}
         if new:
             GradientAverager(new, key, passes=self._passes, half=self._half)
-        found = {averager_of(parameter): None for parameter in parameters.values()}
-        self._averagers = [averager for averager in found if averager is not None]
+        averagers = {averager_of(parameter): None for parameter in parameters.values()}
+        self._averagers = [averager for averager in averagers if averager is not None]
         self.set_passes(self._passes)
         for averager in self._averagers:
             averager.half = self._half

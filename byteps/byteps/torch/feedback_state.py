@@ -26,10 +26,10 @@ def state_dict() -> dict[str, dict[str, torch.Tensor]]:
         lost = feedback.get(name)
         assert lost is not None
         saved[name] = {"lost": lost.to("cpu", torch.bfloat16, copy=True)}
-        found = feedback.of_servers(name)
-        if found is None:
+        values = feedback.of_servers(name)
+        if values is None:
             continue
-        if isinstance(found, torch.Tensor) or found[6].lowest() == session.rank():
+        if isinstance(values, torch.Tensor) or values[6].lowest() == session.rank():
             saved[name]["of_servers"] = operations.read_feedback(name, lost.numel()).clone()
     return saved
 

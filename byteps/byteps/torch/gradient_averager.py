@@ -170,7 +170,9 @@ class GradientAverager:
 
     def describe(self) -> list[str]:
         """Return lines that must be the same on all ranks."""
-        return [f"{one.name} {tuple(one.shape)} {one.strides}" for one in self._covered]
+        return [
+            f"{covered.name} {tuple(covered.shape)} {covered.strides}" for covered in self._covered
+        ]
 
     def rejoin(self) -> None:
         """Start over in another job, whose servers hold no declarations. All ranks call this."""
@@ -182,7 +184,7 @@ class GradientAverager:
 
     def _take_names(self) -> None:
         """Take the names of the sums; servers free them when this object is collected."""
-        covered = (f"{self.key}/{one.name}" for one in self._covered)
+        covered = (f"{self.key}/{parameter.name}" for parameter in self._covered)
         self._names = Names(f"{self.key}/new", *covered, owner=self)
 
     # ------------------------------------------------------------------- in a backward pass
@@ -334,8 +336,8 @@ _all: list[weakref.ref[GradientAverager]] = []
 
 
 def _living() -> list[GradientAverager]:
-    _all[:] = [one for one in _all if one() is not None]
-    return [averager for one in _all if (averager := one()) is not None]
+    _all[:] = [reference for reference in _all if reference() is not None]
+    return [averager for reference in _all if (averager := reference()) is not None]
 
 
 _lock = threading.Lock()
@@ -346,12 +348,12 @@ _passes: dict[int, list[weakref.ref[GradientAverager]]] = {}
 def _call_at_end(averager: GradientAverager) -> None:
     """Call `average` at the end of the backward pass that calls this function."""
     number = torch._C._current_graph_task_id()
-    mine = weakref.ref(averager)
+    reference = weakref.ref(averager)
     with _lock:
         known = _passes.setdefault(number, [])
-        if mine in known:
+        if reference in known:
             return
-        known.append(mine)
+        known.append(reference)
         if len(known) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(partial(_end, number))
 
@@ -359,7 +361,7 @@ def _call_at_end(averager: GradientAverager) -> None:
 def _end(number: int) -> None:
     with _lock:
         known = _passes.pop(number)
-    averagers = [averager for one in known if (averager := one()) is not None]
+    averagers = [averager for reference in known if (averager := reference()) is not None]
     average([averager for averager in averagers if averager.end_pass()])
 
 

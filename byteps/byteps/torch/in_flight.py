@@ -263,8 +263,8 @@ def keep_failed(handle: int) -> None:
 
 def forget() -> None:
     """Release all tensors: the job has ended, and nothing reads or writes their memory any more."""
-    for kept in (sums, updates, failed, _wire_copies, _rounds):
-        kept.clear()
+    for tensors in (sums, updates, failed, _wire_copies, _rounds):
+        tensors.clear()
     for holder in list(holders):
         holder.forget()
 
@@ -300,10 +300,10 @@ def wire_copy(
 
 def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> torch.Tensor:
     """Return memory for a copy in the wire dtype: the copy kept for this name, or new memory."""
-    kept = _wire_copies.pop(name, None)
-    if kept is None or kept.numel() != numel or kept.dtype != dtype:
+    memory = _wire_copies.pop(name, None)
+    if memory is None or memory.numel() != numel or memory.dtype != dtype:
         return torch.empty(numel, dtype=dtype, device=device)
-    return kept.view(-1)
+    return memory.view(-1)
 
 
 def next_seed(name: str) -> int | None:

@@ -29,12 +29,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return two integers below 2**31, in fp64, computed from all numbers of the tensors. The
     integers change if a single number changes, or if two different numbers change places."""
     plain = weighted = 0
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         flat = tensor.detach().contiguous().view(-1)
         words = flat.view(_BITS[min(4, flat.element_size())]).to(torch.int64)
         weights = torch.arange(len(words), device=words.device) % 8191 + 1
         plain += int(words.sum())
-        weighted += int((words * weights).sum()) * (place + 1)
+        weighted += int((words * weights).sum()) * (index + 1)
     return torch.tensor([plain % _PRIME, weighted % _PRIME], dtype=torch.float64)
 
 
@@ -46,10 +46,10 @@ def are_alike(tensors: Sequence[torch.Tensor], name: str, group: Group = None) -
     Raises:
         BytePSError: a member or a server was lost.
     """
-    members, mine = len(ranks_of(group)) or session.size(), digest(tensors)
-    total = mine.clone()
+    members, own = len(ranks_of(group)) or session.size(), digest(tensors)
+    total = own.clone()
     ops.push_pull_inplace(total, average=False, name=f"{name}/digest", group=group)
-    differ = (total != mine * members).any().to(torch.float64).view(1)
+    differ = (total != own * members).any().to(torch.float64).view(1)
     ops.push_pull_inplace(differ, average=False, name=f"{name}/differ", group=group)
     return not differ.item()
 
@@ -179,25 +179,25 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
         BytePSError: this replica was removed, or a server was lost.
     """
     count, now = session.replicas(), view()
-    mine = torch.zeros(3 * count, dtype=torch.float64)
-    mine[2 * count + session.replica()] = leaves
+    own = torch.zeros(3 * count, dtype=torch.float64)
+    own[2 * count + session.replica()] = leaves
     for replica, waits in enumerate(now.waiting):
         if waits:
-            mine[replica] = now.ready_epochs[replica]
-            mine[count + replica] = now.ready_epochs[replica] ** 2
-    total = mine.clone()
+            own[replica] = now.ready_epochs[replica]
+            own[count + replica] = now.ready_epochs[replica] ** 2
+    total = own.clone()
     ops.push_pull_inplace(total, average=False, name=name, group=group)
     lacking = take_missing()
     # All members' values are equal if mean and mean square equal this member's own.
-    agreed = total == mine * count
+    agreed = total == own * count
     present = tuple(replica not in lacking for replica in range(count))
     leaving = tuple(wish > 0 for wish in total[2 * count :].tolist())
     joiner = -1
     for replica in range(count) if not any(leaving) else ():
-        if mine[replica] and agreed[replica] and agreed[count + replica]:
+        if own[replica] and agreed[replica] and agreed[count + replica]:
             joiner = replica
             break
-    ready_epoch = int(mine[joiner]) if joiner >= 0 else 0
+    ready_epoch = int(own[joiner]) if joiner >= 0 else 0
     return Choice(joiner=joiner, ready_epoch=ready_epoch, present=present, leaving=leaving)
 
 
@@ -238,9 +238,9 @@ def join() -> View:
         BytePSError: the job has ended, this replica was removed, or a server was lost.
     """
     c_lib.say_ready()
-    mine = session.replica()
+    own_replica = session.replica()
     # Even if `view` shows this replica as present, that may be the default before the first report.
-    return _await(lambda seen: seen.present[mine] and seen.ready_epochs[mine] > 0)
+    return _await(lambda seen: seen.present[own_replica] and seen.ready_epochs[own_replica] > 0)
 
 
 def _await(condition: Callable[[View], bool]) -> View:

@@ -96,8 +96,8 @@ class Names:
             return
         owners, lowest = _owners_in_job(), self._ranks.lowest()
         # The names are sorted, so that every process releases them in the same order.
-        mine = sorted(name for name in taken if owners.get((lowest, name)) == self._number)
-        release(mine, group=self._ranks)
+        own_names = sorted(name for name in taken if owners.get((lowest, name)) == self._number)
+        release(own_names, group=self._ranks)
 
 
 _numbers = itertools.count()

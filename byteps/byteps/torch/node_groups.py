@@ -98,14 +98,14 @@ def shard_pieces(
         range(shards)
     ):
         return None
-    size, slabs, mine = elements // shards, len(parts[0]), owned[host][local]
+    size, slabs, own_shard = elements // shards, len(parts[0]), owned[host][local]
     if slabs >= pieces:
         groups = [range(slabs * p // pieces, slabs * (p + 1) // pieces) for p in range(pieces)]
-        return [_slab_piece(parts, group, (0, size), size, local, mine) for group in groups]
+        return [_slab_piece(parts, group, (0, size), size, local, own_shard) for group in groups]
     cuts = max(1, min(pieces // slabs, size))
     edges = [size * c // cuts for c in range(cuts + 1)]
     return [
-        _slab_piece(parts, (slab,), edge, size, local, mine)
+        _slab_piece(parts, (slab,), edge, size, local, own_shard)
         for slab in range(slabs)
         for edge in itertools.pairwise(edges)
     ]
@@ -117,7 +117,7 @@ def _slab_piece(
     cut: Range,
     size: int,
     local: int,
-    mine: int,
+    own_shard: int,
 ) -> Piece:
     """Make a piece of the same range of several shards of each rank. Its t-th reduce-scatter has
     the t-th shard of every rank."""
@@ -127,9 +127,9 @@ def _slab_piece(
         for slab in slabs
     ]
     wanted = (0, 0)
-    for place, slab in enumerate(slabs):
-        if parts[local][slab] == mine:
-            wanted = (place * (end - begin), (place + 1) * (end - begin))
+    for index, slab in enumerate(slabs):
+        if parts[local][slab] == own_shard:
+            wanted = (index * (end - begin), (index + 1) * (end - begin))
     return Piece(scatters=tuple(scatters), wanted=wanted, gather=False)
 
 
@@ -248,12 +248,12 @@ class NodeGroups:
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
     # This uses torch.distributed only, because a benchmark sums over node groups without a session.
-    place = ranks.index(session.first_rank() + dist.get_rank())
+    index = ranks.index(session.first_rank() + dist.get_rank())
     seconds = _op_timeout_s()
     timeout = timedelta(seconds=seconds)
     name = f"node{purpose}/{device.type}/{'-'.join(map(str, ranks))}"
     try:
-        prefix = meeting.meet(store, name, place, len(ranks), time.monotonic() + seconds)
+        prefix = meeting.meet(store, name, index, len(ranks), time.monotonic() + seconds)
     except meeting.AbsentError as error:
         absent = [ranks[member] for member in error.members]
         raise RuntimeError(
@@ -264,8 +264,8 @@ def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: 
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(own, place, len(ranks), options)
-    return dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+        return dist.ProcessGroupNCCL(own, index, len(ranks), options)
+    return dist.ProcessGroupGloo(own, index, len(ranks), timeout)
 
 
 def _op_timeout_s() -> float:

@@ -100,8 +100,8 @@ def gather(target: torch.Tensor, piece: Piece, part: torch.Tensor, node: NodeGro
     whole, first = part.new_empty(len(part) * len(ranges)), ranges[0][0]
     node.all_gather(whole, part)
     for index, (begin, end) in enumerate(ranges):
-        place = index * len(part)
-        target[begin - first : end - first].copy_(whole[place : place + end - begin])
+        at = index * len(part)
+        target[begin - first : end - first].copy_(whole[at : at + end - begin])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,18 +168,18 @@ class NodeSum:
 
     def _make_pushes(self, rank: int, element_size: int) -> list[Push]:
         local, across = self.layout.local_index(rank), self.layout.across(rank)
-        place, pushes = self.placement + local, []
+        placement, pushes = self.placement + local, []
         for index, piece in enumerate(self.pieces):
             push = Push(
                 name=f"{self.name}/part{local}of{self.node.size}/piece{index}",
                 nbytes=self._nbytes(piece.length, element_size),
                 piece_of=self._nbytes(self.length, element_size),
                 group=across,
-                placement=place,
+                placement=placement,
                 wire=torch.float32 if self.wire_dtype is None else self.wire_dtype,
             )
             pushes.append(push)
-            place += push.partitions
+            placement += push.partitions
         return pushes
 
     def take_names(self, rank: int, element_size: int, owner: object = None) -> Names:
@@ -384,12 +384,12 @@ class HostRanks:
         """Gather the ranks' shards of a piece into `target`, which has the piece's length."""
         gather(target, piece, shard, self.group)
 
-    def of_each(self, mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return every rank's `mine`, in the order of ranks. These tensors have one dimension and
+    def of_each(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return every rank's `own`, in the order of ranks. These tensors have one dimension and
         the same length."""
-        gathered = mine.new_empty(self.group.size * mine.numel())
-        with self.stream(mine):
-            self.group.all_gather(gathered, mine)
+        gathered = own.new_empty(self.group.size * own.numel())
+        with self.stream(own):
+            self.group.all_gather(gathered, own)
         return gathered.chunk(self.group.size)
 
     @contextlib.contextmanager

@@ -340,12 +340,12 @@ def read_feedback(name: str, numel: int) -> torch.Tensor:
     Raises:
         BytePSError: a server is lost.
     """
-    found = feedback.of_servers(name)
-    if isinstance(found, torch.Tensor):
-        return found
+    of_servers = feedback.of_servers(name)
+    if isinstance(of_servers, torch.Tensor):
+        return of_servers
     values = torch.zeros(_in_blocks(numel))
-    if found is not None:
-        spec = found
+    if of_servers is not None:
+        spec = of_servers
         wait_update(start_update(lambda: c_lib.read_feedback(spec, values.data_ptr()), values))
     return values[:numel].to(torch.bfloat16)
 

@@ -131,7 +131,7 @@ def measure(
     )
     rates = {}
     for way in ways:
-        seconds = statistics.median(one[way] for one in rounds)
+        seconds = statistics.median(seconds_of_round[way] for seconds_of_round in rounds)
         rates[way] = max(loads[way].host, loads[way].server) / seconds
     return Measured(size=scratch.nbytes, rates=rates)
 

@@ -19,7 +19,7 @@ from byteps.torch.server_tensor import (
     Codec,
     FlatGradients,
     GradientCheck,
-    Place,
+    PlacedParameter,
     Rule,
     Step,
     laid_flat,
@@ -75,7 +75,7 @@ class ServerBucket:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[PlacedParameter],
         gradients: Callable[[], torch.Tensor],
         spec: BucketSpec,
         *,
@@ -307,9 +307,9 @@ class ServerBucket:
         """Load a slot into the servers: for each parameter a tensor of its shape and any float
         type; 0 for missing parameters."""
         flat = torch.zeros(self.numel)
-        for place in self.places:
-            if place.parameter in values:
-                place.of(flat).copy_(values[place.parameter])
+        for placed in self.places:
+            if placed.parameter in values:
+                placed.of(flat).copy_(values[placed.parameter])
         self._shards.load(slot, flat)
 
     @property
@@ -334,12 +334,12 @@ class ServerBucket:
     def owned(self) -> list[Range]:
         """Ranges of elements that this rank saves: an equal share of each shard that it sends.
         These are the elements that the rank would own in Megatron's distributed optimizer."""
-        found = []
+        ranges = []
         for first, last in self._shards.own:
             size = -(-(last - first) // len(self._savers))
             begin = first + self._savers.index(session.rank()) * size
-            found.append((min(begin, last), min(begin + size, last)))
-        return found
+            ranges.append((min(begin, last), min(begin + size, last)))
+        return ranges
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the servers' values of these elements (which this rank sends), in fp32, on the
@@ -372,7 +372,7 @@ def cut_parameters(
     param_groups: Sequence[dict[str, Any]],
     most_bytes: int,
     keeps: Callable[[torch.Tensor], bool] = lambda parameter: False,
-) -> list[list[Place]]:
+) -> list[list[PlacedParameter]]:
     """Return the parameters that need a gradient, in the order of the groups, cut into buckets.
 
     Args:
@@ -385,8 +385,8 @@ def cut_parameters(
     Raises:
         ValueError: no parameter needs a gradient, or servers cannot update a parameter's type.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[Place]] = {}
-    full: list[list[Place]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[PlacedParameter]] = {}
+    full: list[list[PlacedParameter]] = []
     order: dict[torch.Tensor, int] = {}
     for number, group in enumerate(param_groups):
         for parameter in group["params"]:
@@ -406,7 +406,7 @@ def cut_parameters(
                 full.append(places)
                 places, begin = [], 0
                 open_buckets[kind] = places
-            places.append(Place(begin, parameter))
+            places.append(PlacedParameter(begin, parameter))
     full.extend(open_buckets.values())
     if not full:
         raise ValueError("no parameter needs a gradient: there is nothing to optimize")
@@ -472,7 +472,7 @@ def make_buckets(
 
 
 def _bucket(
-    places: list[Place],
+    places: list[PlacedParameter],
     gradients: FlatGradients,
     spec: BucketSpec,
     group_of: dict[torch.Tensor, int],

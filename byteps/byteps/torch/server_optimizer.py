@@ -148,7 +148,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._buckets = [bucket for bucket, _ in made]
         self._gradients = [gradients for _, gradients in made]
         everybody = [parameter for group in self.param_groups for parameter in group["params"]]
-        served = {place.parameter for bucket in self._buckets for place in bucket.places}
+        served = {placed.parameter for bucket in self._buckets for placed in bucket.places}
         self._indices = {p: index for index, p in enumerate(everybody) if p in served}
         """For each parameter that servers keep: its index among all parameters of the optimizer."""
         self._machine = StepMachine(self._buckets, self._rule, self._speculation, name=f"'{name}'")
@@ -181,10 +181,10 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _taken(self) -> tuple[bool, bool]:
         """Return whether another optimizer of this process has the same name, and whether another
         one has one of the parameters."""
-        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         job = session.number()
         shared = any(
-            id(parameter) in mine
+            id(parameter) in own
             for (number, _), other in list(_live.items())
             if number == job
             for parameter in other._indices
@@ -246,17 +246,17 @@ class ServerOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._machine.demand_same_rule(self.param_groups)
         self._demand_served()
-        found = {} if grad_scaler is None else self._unscale(grad_scaler)
+        infinities = {} if grad_scaler is None else self._unscale(grad_scaler)
         for gradients in self._gradients:
             gradients.collect()
-        if any(one.item() for one in found.values()):
+        if any(infinity.item() for infinity in infinities.values()):
             # A NaN makes the norm NaN on all members, even if this rank's gradients have changed
             # since.
             self._gradients[0].tensor[0] = math.nan
         with self._machine.failing():
             is_skipped = self._step(asks_norm=grad_scaler is not None)
-        for one in found.values():
-            one.fill_(float(is_skipped))
+        for infinity in infinities.values():
+            infinity.fill_(float(is_skipped))
         return loss
 
     def _unscale(self, grad_scaler: Any) -> dict[torch.device, torch.Tensor]:
@@ -358,18 +358,18 @@ class ServerOptimizer(torch.optim.Optimizer):
         }
         if bucket.held_slot > 0:
             flat[_HELD] = bucket.read(bucket.held_slot, 0, bucket.numel)
-        found = {}
-        for place in bucket.places:
+        state_by_index = {}
+        for placed in bucket.places:
             state = {
-                name: place.of(values).clone()
+                name: placed.of(values).clone()
                 for name, values in flat.items()
                 if name != "master_param"
-                or place.parameter.dtype != torch.float32
+                or placed.parameter.dtype != torch.float32
                 or bucket.held_slot > 0
             }
-            index = self._indices[place.parameter]
-            found[index] = state | {"step": torch.tensor(float(self.steps))}
-        return found
+            index = self._indices[placed.parameter]
+            state_by_index[index] = state | {"step": torch.tensor(float(self.steps))}
+        return state_by_index
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -385,12 +385,15 @@ class ServerOptimizer(torch.optim.Optimizer):
         """
         self._demand_open()
         saved_groups = state_dict["param_groups"]
-        sizes = [[len(g["params"]) for g in some] for some in (saved_groups, self.param_groups)]
+        sizes = [
+            [len(g["params"]) for g in param_groups]
+            for param_groups in (saved_groups, self.param_groups)
+        ]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has groups of {sizes[0]} parameters, not {sizes[1]}")
         groups = [
-            mine | {key: value for key, value in theirs.items() if key != "params"}
-            for mine, theirs in zip(self.param_groups, saved_groups, strict=True)
+            group | {key: value for key, value in theirs.items() if key != "params"}
+            for group, theirs in zip(self.param_groups, saved_groups, strict=True)
         ]
         state = state_dict["state"]
         # All ranks make this check, so that no rank waits for a rank that refuses.
@@ -399,8 +402,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         counts = {float(state.get(index, {}).get("step", 0)) for index in self._indices.values()}
         if len(counts) > 1:
             raise ValueError(f"parameters made different numbers of steps: {sorted(counts)}")
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update(theirs)
+        for group, theirs in zip(self.param_groups, groups, strict=True):
+            group.update(theirs)
         self._machine.begin_load()
         for bucket in self._buckets:
             if bucket.is_first:

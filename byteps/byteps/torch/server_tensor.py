@@ -46,7 +46,7 @@ class Rule:
     def groups_of(self, param_groups: Sequence[dict[str, Any]]) -> list[GroupNumbers]:
         """Return the fixed options of these parameter groups. Raises ValueError for unsupported
         options."""
-        found = []
+        rules = []
         for index, group in enumerate(param_groups):
             for option, plain in _PLAIN.items():
                 if group.get(option, plain) != plain:
@@ -55,11 +55,11 @@ class Rule:
                     )
             if self.is_adamw:
                 beta1, beta2 = group["betas"]
-                found.append((float(beta1), float(beta2), float(group["eps"]), False))
+                rules.append((float(beta1), float(beta2), float(group["eps"]), False))
             else:
                 momentum, dampening = float(group["momentum"]), float(group["dampening"])
-                found.append((momentum, dampening, 0.0, bool(group["nesterov"])))
-        return found
+                rules.append((momentum, dampening, 0.0, bool(group["nesterov"])))
+        return rules
 
     @property
     def slot_names(self) -> list[str]:
@@ -93,22 +93,24 @@ def cut_segments(segments: Sequence[Segment], cut: Range, length: int) -> list[S
     """Return the segments of elements `cut`, then a segment of padding up to `length` that does not
     count in the norm."""
     begin, end = cut
-    found: list[Segment] = []
+    segments_of_range: list[Segment] = []
     before = 0
     for last, group, counts in segments:
         if before < end and last > begin and begin < end:
-            found.append((min(last, end) - begin, group, counts))
+            segments_of_range.append((min(last, end) - begin, group, counts))
         before = last
     if end - begin < length:
-        found.append((length, found[-1][1] if found else segments[0][1], False))
-    return found
+        segments_of_range.append(
+            (length, segments_of_range[-1][1] if segments_of_range else segments[0][1], False)
+        )
+    return segments_of_range
 
 
 # Parameters laid end to end in one flat tensor.
 
 
-class Place(NamedTuple):
-    """Place of a parameter in a flat tensor."""
+class PlacedParameter(NamedTuple):
+    """A parameter, and its offset in a flat tensor."""
 
     begin: int
     """Index of the parameter's first element."""
@@ -140,7 +142,7 @@ values."""
 
 
 def laid_flat(
-    places: Sequence[Place], numel: int, device: torch.device, codecs: Codecs
+    places: Sequence[PlacedParameter], numel: int, device: torch.device, codecs: Codecs
 ) -> torch.Tensor:
     """Return a flat tensor of `numel` elements with the parameters' values; make the parameters
     views of it.
@@ -151,30 +153,30 @@ def laid_flat(
     flat = torch.zeros(numel, dtype=places[0].parameter.dtype, device=device)
     with torch.no_grad():
         read_encoded(places, flat, codecs)
-        for place in places:
-            if place.parameter not in codecs:
-                part = place.of(flat)
-                part.copy_(place.parameter.detach())
-                place.parameter.data = part
+        for placed in places:
+            if placed.parameter not in codecs:
+                part = placed.of(flat)
+                part.copy_(placed.parameter.detach())
+                placed.parameter.data = part
     return flat
 
 
-def read_encoded(places: Sequence[Place], flat: torch.Tensor, codecs: Codecs) -> None:
+def read_encoded(places: Sequence[PlacedParameter], flat: torch.Tensor, codecs: Codecs) -> None:
     """Copy the values of parameters with a codec into the flat tensor."""
-    for place in places:
-        if place.parameter in codecs:
-            place.of(flat).copy_(codecs[place.parameter].read())
+    for placed in places:
+        if placed.parameter in codecs:
+            placed.of(flat).copy_(codecs[placed.parameter].read())
 
 
-def write_encoded(places: Sequence[Place], flat: torch.Tensor, codecs: Codecs) -> None:
+def write_encoded(places: Sequence[PlacedParameter], flat: torch.Tensor, codecs: Codecs) -> None:
     """Write the flat tensor's values to the parameters with a codec."""
-    for place in places:
-        if place.parameter in codecs:
-            codecs[place.parameter].write(place.of(flat))
+    for placed in places:
+        if placed.parameter in codecs:
+            codecs[placed.parameter].write(placed.of(flat))
 
 
 def segments_of(
-    places: Sequence[Place],
+    places: Sequence[PlacedParameter],
     numel: int,
     group_of: Mapping[torch.Tensor, int],
     counts: Callable[[torch.Tensor], bool],
@@ -188,11 +190,11 @@ def segments_of(
         counts: whether the gradient of a parameter counts.
     """
     segments: list[Segment] = []
-    for place in places:
-        end, group = segments[-1][:2] if segments else (0, group_of[place.parameter])
-        if end < place.begin:
-            add_segment(segments, place.begin, group, False)
-        add_segment(segments, place.end, group_of[place.parameter], counts(place.parameter))
+    for placed in places:
+        end, group = segments[-1][:2] if segments else (0, group_of[placed.parameter])
+        if end < placed.begin:
+            add_segment(segments, placed.begin, group, False)
+        add_segment(segments, placed.end, group_of[placed.parameter], counts(placed.parameter))
     if segments[-1][0] < numel:
         add_segment(segments, numel, segments[-1][1], False)
     return segments
@@ -201,28 +203,28 @@ def segments_of(
 class FlatGradients:
     """Gradients in one flat tensor, laid out like the parameters."""
 
-    def __init__(self, places: Sequence[Place], numel: int, device: torch.device) -> None:
+    def __init__(self, places: Sequence[PlacedParameter], numel: int, device: torch.device) -> None:
         self._places = places
         dtype = places[0].parameter.dtype
         self.tensor = torch.zeros(numel, dtype=dtype, device=device)
 
     def collect(self) -> None:
         """Copy each parameter's gradient into the flat tensor; 0 for a missing gradient."""
-        for place in self._places:
-            part, gradient = place.of(self.tensor), place.parameter.grad
+        for placed in self._places:
+            part, gradient = placed.of(self.tensor), placed.parameter.grad
             if gradient is None:
                 part.zero_()
             elif gradient.layout is not torch.strided:
                 part.copy_(gradient.to_dense())
             elif gradient.data_ptr() != part.data_ptr():
                 part.copy_(gradient)
-            place.parameter.grad = part
+            placed.parameter.grad = part
 
     def zero(self) -> None:
         """Set all gradients to 0, and make each parameter's `grad` a view of the flat tensor."""
         self.tensor.zero_()
-        for place in self._places:
-            place.parameter.grad = place.of(self.tensor)
+        for placed in self._places:
+            placed.parameter.grad = placed.of(self.tensor)
 
 
 # Check that gradients have not changed after they were pushed (BYTEPS_CHECK_GRADIENTS).
@@ -236,7 +238,7 @@ class GradientCheck:
     """Checksums of a flat tensor's gradients at the time of the push."""
 
     def __init__(
-        self, places: Sequence[Place], names: Mapping[torch.Tensor, str], advice: str
+        self, places: Sequence[PlacedParameter], names: Mapping[torch.Tensor, str], advice: str
     ) -> None:
         """`names` of the parameters, and `advice` on what may have changed a gradient, are used in
         the error message."""
@@ -258,8 +260,8 @@ class GradientCheck:
             return None
         same = (before == self._sums_of_bits(gradients)).tolist()
         changed = [
-            self._names[place.parameter]
-            for place, is_same in zip(self._places, same, strict=True)
+            self._names[placed.parameter]
+            for placed, is_same in zip(self._places, same, strict=True)
             if not is_same
         ]
         if not changed:
@@ -273,7 +275,7 @@ class GradientCheck:
         """Return the sum of the bits of each parameter's gradient."""
         bits = gradients.view(_INTEGERS[gradients.element_size()])
         return torch.stack(
-            [bits[place.begin : place.end].sum(dtype=torch.int64) for place in self._places]
+            [bits[placed.begin : placed.end].sum(dtype=torch.int64) for placed in self._places]
         )
 
 

@@ -227,16 +227,16 @@ class ServerShards:
             return
         first, last = min(cut[0] for cut in held), max(cut[1] for cut in held)
         own = shard.tensor.read(slot, first, last)
-        for place in range(0, last - first, _GATHERED_AT_ONCE):
-            mine = own[place : place + _GATHERED_AT_ONCE].to(self._device)
-            yield first + place, host.of_each(mine)
+        for at in range(0, last - first, _GATHERED_AT_ONCE):
+            own_part = own[at : at + _GATHERED_AT_ONCE].to(self._device)
+            yield first + at, host.of_each(own_part)
 
     def of_host(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of each rank of the host, in the same order on all of them."""
         if self.host is None:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        return [one.tolist() for one in self.host.of_each(mine)]
+        own_values = torch.tensor(values, dtype=torch.float64, device=self._device)
+        return [of_rank.tolist() for of_rank in self.host.of_each(own_values)]
 
     def stream(
         self, tensor: torch.Tensor, *, joins: bool = True
@@ -364,8 +364,8 @@ class ShardTransfer:
         if target is None:
             assert self._gradients is not None
             short = self._short(shard, self._gradients)
-            place = self._place(shard, short)
-            return short.new_empty(shard.piece.length) if place is None else place
+            landing = self._in_place(shard, short)
+            return short.new_empty(shard.piece.length) if landing is None else landing
         if not shard.piece.is_in_place:
             return target.new_empty(shard.piece.length)
         begin, end = shard.own
@@ -379,7 +379,7 @@ class ShardTransfer:
             return shard.blocks.encoded(values)
         if values.dtype == dtype:
             return values
-        short = self._place(shard, self._short(shard, gradients))
+        short = self._in_place(shard, self._short(shard, gradients))
         if short is None:
             short = values.view(dtype)[: values.numel()]
         # Each slice is read before its memory, or that of later slices, is written.
@@ -389,13 +389,13 @@ class ShardTransfer:
             target.copy_(source.to(dtype))
         return short
 
-    def _place(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor | None:
+    def _in_place(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's shard of a whole piece as a view; None if the shards are not laid end
         to end."""
         if not shard.piece.is_in_place:
             return None
-        place = self._shards.local * shard.piece.length
-        return whole[place : place + shard.piece.length]
+        at = self._shards.local * shard.piece.length
+        return whole[at : at + shard.piece.length]
 
     def _short(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the whole piece in the type in which parameters are pulled: the first
@@ -448,8 +448,8 @@ class ShardTransfer:
         assert self._gradients is not None
         begin, end = shard.whole
         target = started.target
-        place = self._short(shard, self._gradients) if target is None else target[begin:end]
-        host.gather(place, shard.piece, started.landings[index])
+        destination = self._short(shard, self._gradients) if target is None else target[begin:end]
+        host.gather(destination, shard.piece, started.landings[index])
 
     def take(self, parameters: torch.Tensor) -> None:
         """Copy parameters from the gradients' memory to `parameters`, of any type."""

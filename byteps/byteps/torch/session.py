@@ -53,7 +53,7 @@ _handled_at_init = 0
 _lock = threading.Lock()
 
 
-def _told(given: Mapping[str, str]) -> Launch:
+def _launch_of(given: Mapping[str, str]) -> Launch:
     """Return the launcher's settings from the environment, overridden by `given`. Raises
     BytePSError for invalid settings."""
     names = (field.name for field in fields(Launch))
@@ -153,7 +153,7 @@ def _join(
         store: store of torch.distributed; None: the default store.
     """
     global _handled_at_init, _joined_by, _launch, _sessions
-    launch = _told({**({} if given is None else place_settings(*given, 0, 1)), **settings})
+    launch = _launch_of({**({} if given is None else place_settings(*given, 0, 1)), **settings})
     logs.install(
         launch.rank,
         form=str(c_lib.setting(logs.FORMAT)) if c_lib.is_set(logs.FORMAT) else None,
@@ -165,10 +165,10 @@ def _join(
         store = dist.distributed_c10d._get_default_store()
     rank, size = given or (launch.rank, launch.size)
     of_torch = given is not None
-    found = embedded.start_if_needed(rank, size, store, of_torch=of_torch, settings=shared)
+    started = embedded.start_if_needed(rank, size, store, of_torch=of_torch, settings=shared)
     try:
-        settings = {**found, **settings, **shared}
-        launch = _told(settings)
+        settings = {**started, **settings, **shared}
+        launch = _launch_of(settings)
         c_lib.init(gpu=_gpu(), given=settings)
     except BaseException:
         embedded.stop(keeps_logs=True)
@@ -396,7 +396,7 @@ def local_size() -> int:
 
 def replica() -> int:
     """Return the index of this replica, 0 <= replica < replicas(). Works before `init` too."""
-    return (_launch or _told({})).replica
+    return (_launch or _launch_of({})).replica
 
 
 def first_rank() -> int:
@@ -411,7 +411,7 @@ def replicas() -> int:
     """Return the number of replicas: jobs that train the same model and meet only at the servers.
     Return 1 without replicas. `rank` and `size` count the workers of all replicas; those of replica
     0 have the lowest ranks. Works before `init` too."""
-    return (_launch or _told({})).replicas
+    return (_launch or _launch_of({})).replicas
 
 
 # Reasons for the end of a worker's process, reported to the other nodes.
@@ -465,7 +465,7 @@ def _is_echo(error: BaseException) -> bool:
     while following is not None and following not in seen:
         seen.append(following)
         following = following.__cause__ or following.__context__
-    return any(isinstance(one, RuntimeError) and _ECHO.search(str(one)) for one in seen)
+    return any(isinstance(error, RuntimeError) and _ECHO.search(str(error)) for error in seen)
 
 
 def _of_status(status: int) -> str:

@@ -61,7 +61,7 @@ class Speculation:
         self.redone = 0
         """Number of speculative steps that were clipped and therefore repeated."""
         self._clipped_in_a_row = 0
-        self._told = (0, 0)
+        self._reported = (0, 0)
 
     @property
     def tries(self) -> bool:
@@ -92,10 +92,12 @@ class Speculation:
 
     def advice(self) -> str | None:
         """Return a log message, once in a while, if speculation was of little use."""
-        tried, redone = (now - then for now, then in zip(self._counts(), self._told, strict=True))
+        tried, redone = (
+            now - then for now, then in zip(self._counts(), self._reported, strict=True)
+        )
         if tried < _TOLD_EACH:
             return None
-        self._told = self._counts()
+        self._reported = self._counts()
         if redone * 4 < tried:
             return None
         return (
@@ -279,7 +281,7 @@ class StepMachine:
             self._take()
         self._pushed = None
         self.steps += not skip
-        clipped = any(one != 1.0 for one in (scale, *scales.values()))
+        clipped = any(factor != 1.0 for factor in (scale, *scales.values()))
         self._speculation.note(tried=self._tried, clipped=clipped, skipped=skip)
 
     def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:

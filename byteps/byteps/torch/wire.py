@@ -205,11 +205,11 @@ def of(dtype: torch.dtype, wire: Wire | None = None) -> WireType:
     """
     if wire is None or wire in (dtype, _PLAIN.get(dtype)):
         return _PLAIN[dtype]
-    asked = wire if isinstance(wire, WireType) else _named(wire)
-    if not asked.takes(dtype):
-        name = asked.name if asked.is_block else asked.memory
+    wire_type = wire if isinstance(wire, WireType) else _named(wire)
+    if not wire_type.takes(dtype):
+        name = wire_type.name if wire_type.is_block else wire_type.memory
         raise ValueError(f"a tensor of {dtype} cannot be sent as {name}")
-    return asked
+    return wire_type
 
 
 def _named(wire: torch.dtype | str) -> WireType:
@@ -405,8 +405,8 @@ class Feedback:
 
     def forget(self) -> None:
         """Release all memory."""
-        for kept in (self._lost, self._loaded, self._of_servers):
-            kept.clear()
+        for tensors in (self._lost, self._loaded, self._of_servers):
+            tensors.clear()
 
 
 feedback = Feedback()

@@ -36,8 +36,8 @@ def find_place(
         rank: rank of this process among all callers.
         exchange: all-gathers an object: returns each rank's argument, in the order of ranks.
     """
-    mine = LocalPlace.own(os.environ, host_name())
-    return places.find_locals(exchange(mine))[rank]
+    own = LocalPlace.own(os.environ, host_name())
+    return places.find_locals(exchange(own))[rank]
 
 
 def demand_all(store: meeting.Store, rank: int, size: int, flag: str) -> None:
@@ -88,9 +88,9 @@ class HostLayout:
     def host_of(self, rank: int) -> int:
         """Return the index in `hosts` of a rank's host. Raises ValueError for a rank that is no
         member."""
-        return self._place(rank)[0]
+        return self._indices(rank)[0]
 
-    def _place(self, rank: int) -> tuple[int, int]:
+    def _indices(self, rank: int) -> tuple[int, int]:
         """Return the index of the rank's host, and the rank's index on that host."""
         if rank not in self._places:
             raise ValueError(f"rank {rank} is none of {self.hosts}")
@@ -109,7 +109,7 @@ class HostLayout:
 
     def local_index(self, rank: int) -> int:
         """Return the index of a rank among the ranks of its host."""
-        return self._place(rank)[1]
+        return self._indices(rank)[1]
 
     def across(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same local index, one per host. Only if `per_host` is
@@ -144,7 +144,7 @@ ALIKE = (
 otherwise ranks would wait for each other for ever."""
 
 
-class Told(NamedTuple):
+class RankFacts(NamedTuple):
     """Values that a worker sends to all other workers. The types are plain, so that JSON can carry
     the values too."""
 
@@ -176,7 +176,7 @@ class Job:
     host; otherwise, or if addresses do not tell the hosts of servers, this is empty."""
 
 
-def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
+def meet(exchange: Callable[[RankFacts], Sequence[RankFacts]]) -> Job:
     """Exchange every rank's host and link. All workers of the job call this, after `init`.
 
     Args:
@@ -185,7 +185,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
     Raises:
         BytePSError: ranks have different values of a setting in ALIKE, or invalid values.
     """
-    mine = Told(
+    own = RankFacts(
         host=host_name(),
         server_link_gbps=setting("BYTEPS_SERVER_LINK_GBPS", float),
         local_servers=-1 if embedded.is_running() else setting("BYTEPS_LOCAL_SERVERS", int),
@@ -194,30 +194,30 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
         alike=[c_lib.setting(name) for name in ALIKE],
         own_servers=_own(engine.server_hosts()),
     )
-    told = exchange(mine)
+    ranks = exchange(own)
     for number, name in enumerate(ALIKE):
-        _demand_alike(name, [one.alike[number] for one in told])
-    numbers = {name: index for index, name in enumerate(dict.fromkeys(one.host for one in told))}
+        _demand_alike(name, [rank.alike[number] for rank in ranks])
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(rank.host for rank in ranks))}
     # All ranks need the same plan: the slowest NIC decides, and a rate that is unknown to one rank
     # counts as unknown.
     host = engine.link_gbps()
-    server = min(one.server_link_gbps for one in told)
+    server = min(rank.server_link_gbps for rank in ranks)
     return Job(
-        hosts=tuple(numbers[one.host] for one in told),
+        hosts=tuple(numbers[rank.host] for rank in ranks),
         network=Network(
-            servers=_servers(len(numbers), mine, engine.server_hosts()),
+            servers=_servers(len(numbers), own, engine.server_hosts()),
             host_rate=host * _GBPS or None,
             server_rate=server * _GBPS or None,
         ),
-        measures=all(one.measures for one in told),
-        servers_on=_servers_on([numbers[one.host] for one in told], told),
+        measures=all(rank.measures for rank in ranks),
+        servers_on=_servers_on([numbers[rank.host] for rank in ranks], ranks),
     )
 
 
 def _own(addresses: Sequence[str]) -> list[int]:
     """Return the indices of the addresses that belong to this host."""
     own = {address for address in set(addresses) if address and _can_bind(address)}
-    return [place for place, address in enumerate(addresses) if address in own]
+    return [index for index, address in enumerate(addresses) if address in own]
 
 
 def _can_bind(address: str) -> bool:
@@ -229,16 +229,16 @@ def _can_bind(address: str) -> bool:
     return True
 
 
-def _servers_on(hosts: Sequence[int], told: Sequence[Told]) -> tuple[tuple[int, ...], ...]:
+def _servers_on(hosts: Sequence[int], ranks: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
     """See `Job.servers_on`. Hosts that are emulated on one machine all have the same addresses."""
-    found: dict[int, tuple[int, ...]] = {}
-    for host, one in zip(hosts, told, strict=True):
-        found.setdefault(host, tuple(one.own_servers))
-    every = [server for servers in found.values() for server in servers]
+    servers_of: dict[int, tuple[int, ...]] = {}
+    for host, rank in zip(hosts, ranks, strict=True):
+        servers_of.setdefault(host, tuple(rank.own_servers))
+    every = [server for servers in servers_of.values() for server in servers]
     is_dealt = sorted(every) == list(range(len(engine.server_hosts())))
-    if not is_dealt or len({len(servers) for servers in found.values()}) != 1:
+    if not is_dealt or len({len(servers) for servers in servers_of.values()}) != 1:
         return ()
-    return tuple(found[host] for host in range(len(found)))
+    return tuple(servers_of[host] for host in range(len(servers_of)))
 
 
 def _demand_alike(name: str, values: Sequence[Setting]) -> None:
@@ -251,8 +251,8 @@ def _demand_alike(name: str, values: Sequence[Setting]) -> None:
             )
 
 
-def _servers(hosts: int, told: Told, addresses: Sequence[str]) -> Servers:
-    count, local = len(addresses), told.local_servers
+def _servers(hosts: int, facts: RankFacts, addresses: Sequence[str]) -> Servers:
+    count, local = len(addresses), facts.local_servers
     if local < 0:
         return Servers(hosts=hosts, extra=0, local=max(1, count // hosts))
     if local * hosts > count:
@@ -261,7 +261,7 @@ def _servers(hosts: int, told: Told, addresses: Sequence[str]) -> Servers:
         )
     extra = count - local * hosts
     machines = len(set(addresses)) - (hosts if local else 0)
-    each = told.servers_per_machine or _per_machine(extra, machines, addresses)
+    each = facts.servers_per_machine or _per_machine(extra, machines, addresses)
     if extra % each:
         raise BytePSError(
             f"{extra} servers on machines of their own are no whole number of machines with "
@@ -296,8 +296,14 @@ def barrier() -> None:
     Raises:
         BytePSError: the job failed, or a worker did not call within BYTEPS_OP_TIMEOUT_S.
     """
-    one = torch.ones(1, dtype=torch.int32)
+    arrived = torch.ones(1, dtype=torch.int32)
     handle = operations.start(
-        one, one, average=False, name="byteps/barrier", priority=0, group=None, placement=None
+        arrived,
+        arrived,
+        average=False,
+        name="byteps/barrier",
+        priority=0,
+        group=None,
+        placement=None,
     )
     operations.synchronize(handle)

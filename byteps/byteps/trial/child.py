@@ -99,8 +99,8 @@ def _how(status: int) -> str:
 
 def first_failure(text: str) -> str:
     """Return the rank that ended first, and how, from torchrun's report; empty without one."""
-    told = _ROOT_CAUSE.search(text)
-    return f": rank {told[1]} ended {_how(int(told[2]))}" if told else ""
+    match = _ROOT_CAUSE.search(text)
+    return f": rank {match[1]} ended {_how(int(match[2]))}" if match else ""
 
 
 def error_of(lines: Sequence[str]) -> list[str]:
@@ -130,10 +130,10 @@ def descendants() -> list[int]:
         with suppress(OSError):
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
             children.setdefault(int(parent), []).append((int(stat.parent.name), state))
-    found, wanted = list[int](), [os.getpid()]
+    pids, wanted = list[int](), [os.getpid()]
     while wanted:
         for pid, state in children.get(wanted.pop(), []):
             wanted.append(pid)
             if state != "Z":
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids

@@ -81,17 +81,17 @@ def _type_text(wire: str) -> str:
 
 
 def _without_flags(words: Sequence[str]) -> tuple[str, ...]:
-    kept, left = list[str](), list(words)
+    others, left = list[str](), list(words)
     while left:
         word = left.pop(0)
         flag, equals, _ = word.partition("=")
         if flag not in _SWITCHES | _VALUES | _LISTS:
-            kept.append(word)
+            others.append(word)
         elif flag in _VALUES and not equals:
             del left[:1]
         while flag in _LISTS and left and not left[0].startswith("-"):
             left.pop(0)
-    return tuple(kept)
+    return tuple(others)
 
 
 def _without_saves(words: Sequence[str]) -> tuple[str, ...]:

@@ -92,8 +92,8 @@ class Hosts:
         with self._changed:
             # The wait is ended by messages of all others; deadline: _LIMIT_S.
             self._changed.wait_for(lambda: not missing(), deadline - time.monotonic())
-            told = [self._others.get((number, token), "") for token in others]
-            problem = failure or next(filter(None, told), "")
+            messages = [self._others.get((number, token), "") for token in others]
+            problem = failure or next(filter(None, messages), "")
             if not problem and missing():
                 problem = (
                     f"launch {number} ended here, and {len(missing())} of {len(others)} other "

@@ -128,7 +128,7 @@ class Meter:
         if isinstance(marks[0], torch.cuda.Event):
             torch.cuda.synchronize()
         own = {
-            "times": [_between(one, two) for one, two in itertools.pairwise(marks)],
+            "times": [_between(earlier, later) for earlier, later in itertools.pairwise(marks)],
             "loss": None if self._losses[-1] is None else float(self._losses[-1]),
             "joined": _is_joined(),
             "pushed": _pushed_bytes(),
@@ -156,8 +156,8 @@ class Meter:
         if rank == 0:
             # The wait is ended by the last step of all ranks; deadline: _LIMIT_S.
             store.wait(keys, limit)
-            told = [json.loads(text) for text in store.multi_get(keys)]
-            store.set(whole, json.dumps(self._summary(told, dist.get_backend(), store)))
+            reports = [json.loads(text) for text in store.multi_get(keys)]
+            store.set(whole, json.dumps(self._summary(reports, dist.get_backend(), store)))
         # The wait is ended by rank 0; deadline: _LIMIT_S.
         store.wait([whole], limit)
         summary = json.loads(store.get(whole))
@@ -168,23 +168,27 @@ class Meter:
             store.wait(left, limit)
         return summary, rank == summary["firsts"][self._settings.token]
 
-    def _summary(self, told: Sequence[dict[str, Any]], backend: str, store: Any) -> dict[str, Any]:
-        losses = [one["loss"] for one in told if one["loss"] is not None]
+    def _summary(
+        self, reports: Sequence[dict[str, Any]], backend: str, store: Any
+    ) -> dict[str, Any]:
+        losses = [report["loss"] for report in reports if report["loss"] is not None]
         firsts: dict[str, int] = {}
-        for rank, one in enumerate(told):
-            firsts.setdefault(one["launch"], rank)
+        for rank, report in enumerate(reports):
+            firsts.setdefault(report["launch"], rank)
         return {
             "is_megatron": self._kind == MEGATRON,
             "missing": self._missing_flags(),
             "backend": backend,
-            "ranks": len(told),
-            "hosts": len({one["host"] for one in told}),
+            "ranks": len(reports),
+            "hosts": len({report["host"] for report in reports}),
             # The slowest rank decides how long a step takes.
-            "times": [max(times) for times in zip(*(one["times"] for one in told), strict=True)],
+            "times": [
+                max(times) for times in zip(*(report["times"] for report in reports), strict=True)
+            ],
             "loss": statistics.fmean(losses) if losses else None,
-            "joined": any(one["joined"] for one in told),
-            "pushed": sum(one["pushed"] for one in told),
-            "lacks_fsdp": any(one["lacks_fsdp"] for one in told),
+            "joined": any(report["joined"] for report in reports),
+            "pushed": sum(report["pushed"] for report in reports),
+            "lacks_fsdp": any(report["lacks_fsdp"] for report in reports),
             "firsts": firsts,
             "leader": {
                 "token": self._settings.token,
@@ -256,11 +260,11 @@ def _now() -> Any:
     return event
 
 
-def _between(one: Any, two: Any) -> float:
-    """Return the seconds between two marks."""
-    if isinstance(one, torch.cuda.Event):
-        return float(one.elapsed_time(two)) / 1000
-    return float(two - one)
+def _between(earlier: Any, later: Any) -> float:
+    """Return the seconds between later marks."""
+    if isinstance(earlier, torch.cuda.Event):
+        return float(earlier.elapsed_time(later)) / 1000
+    return float(later - earlier)
 
 
 def _is_joined() -> bool:
@@ -292,7 +296,7 @@ def _addresses(store: Any, settings: Settings) -> list[str]:
     rank."""
     from byteps.launcher.addresses import own_address
 
-    found = [socket.gethostname(), *settings.hosts]
+    addresses = [socket.gethostname(), *settings.hosts]
     with suppress(RuntimeError):
-        found.insert(0, own_address(os.environ, store))
-    return list(dict.fromkeys(found))
+        addresses.insert(0, own_address(os.environ, store))
+    return list(dict.fromkeys(addresses))

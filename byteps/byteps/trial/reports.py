@@ -43,8 +43,8 @@ class Settings:
     @classmethod
     def of(cls, text: str) -> Self:
         """Parse the variable's value. Raises ValueError if it has another form."""
-        told = json.loads(text)
-        return cls(**{**told, "hosts": tuple(told["hosts"])})
+        fields = json.loads(text)
+        return cls(**{**fields, "hosts": tuple(fields["hosts"])})
 
     def text(self, number: int) -> str:
         """Return the variable's value for a launch."""

@@ -64,7 +64,7 @@ def table(plain: Side, ours: Side, steps: int) -> str:
     """Return a table of times and losses: of the plain launches, and of those through servers."""
     rows = [("", "ms per step", "(min..max of launches)", f"loss after {steps} steps")]
     for side in (plain, ours):
-        times, losses = [f"{1000 * one:.1f}" for one in sorted(side.medians)], side.losses
+        times, losses = [f"{1000 * seconds:.1f}" for seconds in sorted(side.medians)], side.losses
         loss = "not seen"
         if losses:
             loss = f"{statistics.fmean(losses):.4f} ({min(losses):.4f}..{max(losses):.4f})"
@@ -88,12 +88,12 @@ def answer(plain: Side, ours: Side, added: str, types: str) -> str:
     if report["ranks"] == 1 or report["hosts"] == 1:
         why = f"all {report['ranks']} ranks are on one host, where nothing crosses a network"
         return f"keep {native}: {why}"
-    if any(one["lacks_fsdp"] for one in ours.reports):
+    if any(report["lacks_fsdp"] for report in ours.reports):
         return (
             f"keep {native}, or set BYTEPS_FSDP_DTYPES=int8,int8 and try again: without it FSDP2's "
             "gradients and parameters do not use the servers"
         )
-    if not any(one["pushed"] for one in ours.reports):
+    if not any(report["pushed"] for report in ours.reports):
         return f"keep {native}: on these hosts {tried} leaves all gradients of this job to it, too"
     if gain < ENOUGH:
         return f"keep {native}: {tried} is {gain:.2f} x as fast, which is no gain to rely on"
@@ -121,8 +121,12 @@ def _of_losses(plain: Side, ours: Side) -> str:
             "No loss was seen: the script calls backward() on no single number. Compare your own "
             "curves before a long run"
         )
-    one, other = (statistics.fmean(side.losses) for side in (plain, ours))
-    per_cent = f"{100 * (other - one) / abs(one):+.2f} %" if one else f"{other - one:+.3g}"
+    plain_loss, own_loss = (statistics.fmean(side.losses) for side in (plain, ours))
+    per_cent = (
+        f"{100 * (own_loss - plain_loss) / abs(plain_loss):+.2f} %"
+        if plain_loss
+        else f"{own_loss - plain_loss:+.3g}"
+    )
     return (
         f"The losses differ by {per_cent}: so few steps do not tell what few bits cost. Compare "
         "your own curves before a long run"

@@ -310,17 +310,17 @@ class Pool:
     def drop_dead_spares(self) -> None:
         """Replace spares that were lost while waiting."""
         limit_s = min(self._settings.limits.beat, _ANSWER_S)
-        asked = {slot.actor.facts.remote(): slot for slot in self.spares()}
-        if not asked:
+        slot_of = {slot.actor.facts.remote(): slot for slot in self.spares()}
+        if not slot_of:
             return
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
+        answered, silent = ray.wait(list(slot_of), num_returns=len(slot_of), timeout=limit_s)
         for ref in silent:
-            self.lose(asked[ref])
+            self.lose(slot_of[ref])
         for ref in answered:
             try:
                 ray.get(ref)
             except ray.exceptions.RayActorError:
-                self.lose(asked[ref])
+                self.lose(slot_of[ref])
 
     def lose(self, slot: Slot) -> None:
         """Give an actor up, and start another in its place, which becomes a spare."""
@@ -344,8 +344,8 @@ class Pool:
         live = self.warm()
         if len(self.assigned) != ranks:
             # Ranks of the same machine are consecutive.
-            kept = [slot for slot in self.assigned if slot in live]
-            chosen = (kept + [slot for slot in live if slot not in kept])[:ranks]
+            staying = [slot for slot in self.assigned if slot in live]
+            chosen = (staying + [slot for slot in live if slot not in staying])[:ranks]
             self.assigned = sorted(chosen, key=lambda slot: (slot.facts["node"], slot.bundle))
         else:
             spares = self.spares()

@@ -111,7 +111,7 @@ class Generation:
         self._emit = emit
         self._ends: list[End] = []
         self._watched: dict[Any, str] = {}
-        self._asked: dict[Any, int] = {}
+        self._progress: dict[Any, int] = {}
         self._heard = [time.monotonic()] * len(slots)
         self._seen: list[dict[str, Any]] = [{} for _ in slots]
         self._first: dict[int, float] = {}
@@ -119,7 +119,7 @@ class Generation:
         self._reports = StepReports()
         self._is_over = is_over
         self._finished: set[int] = set()
-        self._told: list[int] = []
+        self._notified: list[int] = []
         """Ranks that were told to end, because their machines will be removed."""
         self._metrics_port = 0
         """First metrics port of the ranks; 0: metrics are off."""
@@ -137,7 +137,7 @@ class Generation:
             if not self._ends and not self._settings.is_replica:
                 # All ranks of the job have saved a checkpoint and ended in good order.
                 self._ends = [
-                    End(who=f"rank {rank}", kind=LEFT, at=time.time()) for rank in self._told
+                    End(who=f"rank {rank}", kind=LEFT, at=time.time()) for rank in self._notified
                 ]
             if not self._ends:
                 return None
@@ -198,7 +198,7 @@ class Generation:
         for rank, slot in enumerate(self._slots):
             self._watched[slot.actor.wait_end.remote()] = f"rank {rank}"
             self._heard[rank] = time.monotonic()
-            self._asked[slot.actor.progress.remote()] = rank
+            self._progress[slot.actor.progress.remote()] = rank
         return True
 
     def _list_metrics(self) -> None:
@@ -228,7 +228,7 @@ class Generation:
             self._take_progress()
             if not self._ends:
                 self._look_for_hangs()
-            if self._settings.leaves_when_told and not self._told:
+            if self._settings.leaves_when_told and not self._notified:
                 self._tell_draining()
             if not (self._ends or self._first or self._finished) and self._is_over():
                 why = "the others had trained to the end before it joined them"
@@ -259,7 +259,7 @@ class Generation:
         elif status == 0 and not self._ends:
             return None  # A scheduler or server, after all ranks have left.
         else:
-            self._ends.append(End.told(who, end, may_leave=self._settings.is_replica))
+            self._ends.append(End.reported(who, end, may_leave=self._settings.is_replica))
         return None
 
     def _lost(self, who: str) -> None:
@@ -270,19 +270,19 @@ class Generation:
         self._hear(0.0 if not last else _CALL_S, again=not last)
         if last:
             # Earlier requests were answered first: an answer has the steps since the last answer.
-            self._asked = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
+            self._progress = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
             self._hear(_CALL_S, again=False)
         if all(seen.get("step") for seen in self._seen):
             self._recovered()
 
     def _hear(self, limit_s: float, *, again: bool) -> None:
-        refs = list(self._asked)
+        refs = list(self._progress)
         if not refs:
             return
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
         # Answers are read in the order of ranks: the lowest rank that knows of the loss reports it.
-        for ref in sorted(done, key=self._asked.__getitem__):
-            rank = self._asked.pop(ref)
+        for ref in sorted(done, key=self._progress.__getitem__):
+            rank = self._progress.pop(ref)
             try:
                 seen = ray.get(ref)
             except ray.exceptions.RayError:
@@ -291,7 +291,7 @@ class Generation:
             self._seen[rank] = seen
             self._show(rank, seen)
             if again:
-                self._asked[self._slots[rank].actor.progress.remote()] = rank
+                self._progress[self._slots[rank].actor.progress.remote()] = rank
 
     def _show(self, rank: int, seen: dict[str, Any]) -> None:
         for name in _MARKS:
@@ -308,9 +308,9 @@ class Generation:
         reports its steps."""
         lost = {end.who for end in self._ends if end.kind == LOST}
         left = [rank for rank in range(len(self._slots)) if f"rank {rank}" not in lost]
-        self._asked = {ref: rank for ref, rank in self._asked.items() if rank in left}
+        self._progress = {ref: rank for ref, rank in self._progress.items() if rank in left}
         for rank in left:
-            self._asked[self._slots[rank].actor.progress.remote()] = rank
+            self._progress[self._slots[rank].actor.progress.remote()] = rank
         # The wait is limited, because a machine that is gone may not be known as gone yet.
         self._hear(SETTLE_S, again=False)
         for rank, step in self._reports.missing():
@@ -338,8 +338,10 @@ class Generation:
             return
         self._drains_due = time.monotonic() + _DRAINS_S
         away = draining_nodes()
-        self._told = [rank for rank, slot in enumerate(self._slots) if slot.facts["node"] in away]
-        for rank in self._told:
+        self._notified = [
+            rank for rank, slot in enumerate(self._slots) if slot.facts["node"] in away
+        ]
+        for rank in self._notified:
             self._slots[rank].actor.tell_to_end.remote()
 
     # ----------------------------------------------------------------- hangs
@@ -360,7 +362,7 @@ class Generation:
         seen = [self._seen[rank] for rank in running]
         if not seen or not all(seen):
             return
-        newest = min(seen, key=lambda one: one["unchanged_s"])
+        newest = min(seen, key=lambda progress: progress["unchanged_s"])
         name = _LIMITS.get(newest["doing"], "start")
         limit = getattr(limits, name)
         if newest["unchanged_s"] > limit:
@@ -395,11 +397,11 @@ class Generation:
     def _hung(self, ranks: Sequence[int], why: str) -> None:
         """Blame these ranks; every rank writes its stacks to its log, since the blamed ones may
         wait for another."""
-        asked = [slot.actor.stacks.remote() for slot in self._slots]
-        ray.wait(asked, num_returns=len(asked), timeout=_CALL_S)
+        stacks = [slot.actor.stacks.remote() for slot in self._slots]
+        ray.wait(stacks, num_returns=len(stacks), timeout=_CALL_S)
         for rank in ranks:
             try:
-                lines = ray.get(asked[rank], timeout=0)
+                lines = ray.get(stacks[rank], timeout=0)
             except ray.exceptions.RayError:
                 lines = []
             at = time.time() - self._seen[rank].get("unchanged_s", 0.0)

@@ -427,6 +427,6 @@ class Replicas:
                 if self._servers.replace(who):
                     self._list_metrics()
                     continue
-                lost = str(End.lost(who) if end is None else End.told(who, end))
+                lost = str(End.lost(who) if end is None else End.reported(who, end))
                 self._done.set()  # No replica can go on without it.
         return lost

@@ -79,7 +79,7 @@ class RankActor:
         self._log = self._folder / "fork-server.log"
         self._news: dict[str, Any] = {}
         self._steps: collections.deque[dict[str, Any]] = collections.deque(maxlen=10_000)
-        self._place = self._find_place(environment)
+        self._facts = self._find_place(environment)
         self._connection = self._connect(preload, python_path, environment)
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
@@ -106,7 +106,7 @@ class RankActor:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # Counting GPUs during an import must not start CUDA, which cannot be forked.
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        facts = self._place
+        facts = self._facts
         modules = []
         for module in preload:
             forked = not facts["gpus"] or module == "torch"
@@ -171,7 +171,7 @@ class RankActor:
 
     def facts(self) -> dict[str, Any]:
         """Return ``node_facts`` and ``places``; ``gpus`` are CUDA's numbers."""
-        return self._place
+        return self._facts
 
     def warm(self, limit_s: float) -> str:
         """Wait until everything is imported; return an empty text, or the reason of a failure."""

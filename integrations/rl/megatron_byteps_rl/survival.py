@@ -47,7 +47,7 @@ class Trainer(PPOTrainerSync):
         super()._setup()
         groups = [self.actor_rollout_wg, *([self.critic_wg] if self.use_critic else [])]
         self._groups: list[Any] = groups
-        self._places = ray.get([worker.place.remote() for worker in self._workers])
+        self._places = ray.get([worker.location.remote() for worker in self._workers])
         self._started = 0
         self._waiting: list[Any] = []
         self._show()
@@ -102,10 +102,10 @@ class Trainer(PPOTrainerSync):
         Raises:
             NotReplacedError: another rank does not answer, or no rank is lost.
         """
-        asked = [worker.place.remote() for worker in self._workers]
-        ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+        calls = [worker.location.remote() for worker in self._workers]
+        ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
         lost = []
-        for rank, call in enumerate(asked):
+        for rank, call in enumerate(calls):
             try:
                 ray.get(call, timeout=0)
             except ray.exceptions.RayActorError:
@@ -121,7 +121,7 @@ class Trainer(PPOTrainerSync):
         _, node, gpus = self._places[rank]
         for spare in self._waiting:
             with contextlib.suppress(ray.exceptions.RayError):
-                pid, at, _ = ray.get(spare.place.remote(), timeout=_ANSWER_S)
+                pid, at, _ = ray.get(spare.location.remote(), timeout=_ANSWER_S)
                 if at != node:
                     continue
                 self._waiting.remove(spare)

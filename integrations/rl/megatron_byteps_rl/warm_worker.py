@@ -61,7 +61,7 @@ def create(class_dict: dict[str, Any]) -> Any:
                 engines.join()
             plain.__init__(self)
 
-        def place(self) -> tuple[int, str, str]:
+        def location(self) -> tuple[int, str, str]:
             """Return the process id, the id of the Ray node, and the visible GPUs."""
             node = ray.get_runtime_context().get_node_id()
             return os.getpid(), node, os.environ.get("CUDA_VISIBLE_DEVICES", "")

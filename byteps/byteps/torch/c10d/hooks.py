@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from byteps.c10d_plugin import MIXED, NAME, Asked, warn_not_carried
+from byteps.c10d_plugin import MIXED, NAME, RequestedBackends, warn_not_carried
 from byteps.torch import session
 from byteps.torch.c10d import events, identity, reductions, work
 from byteps.torch.c10d.checks import Checks
@@ -42,12 +42,14 @@ class BytePSGroup(dist.ProcessGroup):
     joins the BytePS job when it is made, and leaves the job when it is destroyed.
     """
 
-    def __init__(self, options: Any, backend_options: Any, *, asked: Asked | None) -> None:
+    def __init__(
+        self, options: Any, backend_options: Any, *, requested: RequestedBackends | None
+    ) -> None:
         """
         Args:
             options: torch's _DistributedBackendOptions: store, rank, size, timeout, name, ranks.
             backend_options: options of NCCL, as the script gave them; None: the defaults.
-            asked: the backends that the script has asked for; None: the backend ``byteps``.
+            requested: the backends that the script has asked for; None: the backend ``byteps``.
         """
         # torch's constructor with a store cannot be used by a subclass.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -59,14 +61,14 @@ class BytePSGroup(dist.ProcessGroup):
         self._devices: list[str] = []
         self._plain = dist.ProcessGroup(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._checks = Checks.of_new_group(options)
-        if asked is None:
-            asked = Asked(name=NAME, backends=MIXED)
-        self._name = asked.name
-        for backend in dict.fromkeys(asked.backends.values()):
-            devices = [device for device, of in asked.backends.items() if of == backend]
+        if requested is None:
+            requested = RequestedBackends(name=NAME, backends=MIXED)
+        self._name = requested.name
+        for backend in dict.fromkeys(requested.backends.values()):
+            devices = [device for device, of in requested.backends.items() if of == backend]
             if backend == "gloo":
                 self._carry_gloo(options, devices)
-            elif torch.cuda.is_available() or len(asked.backends) == 1:
+            elif torch.cuda.is_available() or len(requested.backends) == 1:
                 self._carry_nccl(options, backend_options, devices)
         if self._is_default:
             reductions.join(

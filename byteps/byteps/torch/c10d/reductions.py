@@ -30,7 +30,7 @@ from byteps.torch.figures import setting
 from byteps.torch.names import Names
 from byteps.torch.routes import COLLECTIVE, FLAT, Decision, Sum, decide
 from byteps.torch.wire import WireType, flat_view, is_dense
-from byteps.torch.world import Job, Told, meet
+from byteps.torch.world import Job, RankFacts, meet
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -80,12 +80,12 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
         deadline = time.monotonic() + setting("BYTEPS_START_TIMEOUT_S", float)
         nonce = secrets.token_hex(8)
 
-        def exchange(mine: Told) -> Sequence[Told]:
+        def exchange(own: RankFacts) -> Sequence[RankFacts]:
             nonlocal nonce
             if size == 1:
-                return [mine]
-            told, nonce = _exchange(store, rank, size, mine, deadline)
-            return told
+                return [own]
+            all_facts, nonce = _exchange(store, rank, size, own, deadline)
+            return all_facts
 
         _joined = _Joined(session=session.number(), job=meet(exchange), nonce=nonce)
         return _joined.job
@@ -123,8 +123,8 @@ def _join_once() -> _Joined:
 
 
 def _exchange(
-    store: Any, rank: int, size: int, mine: Told, deadline: float
-) -> tuple[Sequence[Told], str]:
+    store: Any, rank: int, size: int, own: RankFacts, deadline: float
+) -> tuple[Sequence[RankFacts], str]:
     """Exchange messages: return those of all ranks, in the order of ranks, and a nonce.
 
     Rank 0 reads all messages and writes them once, so that a rank of a large job reads only two
@@ -132,10 +132,10 @@ def _exchange(
     """
     try:
         if rank == 0:
-            prefix, told = meeting.gather(store, "c10d", size, deadline)
-            store.set(f"{prefix}/all", json.dumps([mine, *map(json.loads, told)]))
+            prefix, others = meeting.gather(store, "c10d", size, deadline)
+            store.set(f"{prefix}/all", json.dumps([own, *map(json.loads, others)]))
         else:
-            prefix = meeting.tell(store, "c10d", rank, json.dumps(mine), deadline)
+            prefix = meeting.tell(store, "c10d", rank, json.dumps(own), deadline)
     except meeting.AbsentError as error:
         raise session.BytePSError(
             f"ranks {error.members} did not report their hosts in time (BYTEPS_START_TIMEOUT_S)"
@@ -146,7 +146,9 @@ def _exchange(
             "rank 0 did not send the list of hosts in time (BYTEPS_START_TIMEOUT_S)"
         )
     # The prefix ends with the nonce that rank 0 drew for this exchange.
-    return [Told(*one) for one in json.loads(store.get(everything))], prefix.rpartition("/")[2]
+    return [RankFacts(*facts) for facts in json.loads(store.get(everything))], prefix.rpartition(
+        "/"
+    )[2]
 
 
 # Decisions about a group's all-reduces: which of them go through the servers, and by which route.
@@ -164,7 +166,7 @@ REFERENCE_BYTES = 64 << 20
 """Size of the tensor for which routes are compared. The time of each route grows in proportion to
 the size, so a single size decides for all sizes."""
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +190,8 @@ class Settings:
     def wire_of(self, dtype: torch.dtype) -> WireType:
         """Return the type in which a tensor of `dtype` travels: the requested type. It is the
         tensor's own type if the requested type would not be shorter, or cannot hold the tensor."""
-        asked = wire.NAMES.get(self.wire_dtype)
-        return asked if asked is not None and asked.takes(dtype) else wire.of(dtype)
+        wire_type = wire.NAMES.get(self.wire_dtype)
+        return wire_type if wire_type is not None and wire_type.takes(dtype) else wire.of(dtype)
 
 
 def decide_for(
@@ -238,8 +240,8 @@ def tell(
         f"{operations} of {of_type} over {len(ranks)} ranks on {len(set(hosts))} host(s): "
         f"{backend} ({decision.why})"
     )
-    if text not in _told:
-        _told.add(text)
+    if text not in _reported:
+        _reported.add(text)
         # A logger would drop this message at its default level, so it is written directly.
         sys.stderr.write(logs.render(logging.INFO, text) + "\n")
 
@@ -385,8 +387,8 @@ class Reductions:
             "elements share their rounding losses: use int8, or DistributedDataParallel, which "
             "keeps them bucket by bucket"
         )
-        if last != tensor.data_ptr() and text not in _told:
-            _told.add(text)
+        if last != tensor.data_ptr() and text not in _reported:
+            _reported.add(text)
             _logger.warning(text)
 
     def start(

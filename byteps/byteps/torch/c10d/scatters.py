@@ -114,17 +114,17 @@ class ReduceScatters(Reductions):
             group, owners = layout.across(rank), list(layout.hosts)
             name += f"/part{layout.local_index(rank)}"
         parts = []
-        for place, members in enumerate(owners):
+        for number, members in enumerate(owners):
             places = [self._ranks.index(member) for member in members]
             ranges = tuple((shard * numel, (shard + 1) * numel) for shard in places)
             servers = _servers_of(job, layout, members[layout.local_index(rank) if node else 0])
             part = _Part(
                 piece=Piece(scatters=(ranges,), wanted=None, gather=False),
                 is_own=rank in members,
-                pushes=tuple(_cut(f"{name}/shard{place}", numel, servers)),
+                pushes=tuple(_cut(f"{name}/shard{number}", numel, servers)),
             )
             parts.append(part)
-        first = next(place for place, part in enumerate(parts) if part.is_own) + 1
+        first = next(index for index, part in enumerate(parts) if part.is_own) + 1
         scatter = _Scatter(
             # Each rank begins with the shards of another host: otherwise all ranks would send to
             # the same host at once.

@@ -103,18 +103,18 @@ ended and for its future. If the Python object had been collected by then, the w
 end, and asking for the future would be an error."""
 
 
-def _drop_ended(kept: dict[int, Work], most: int) -> None:
+def _drop_ended(works: dict[int, Work], most: int) -> None:
     """Drop the oldest works if there are more than `most`, but no work that is in flight, nor works
     after it."""
-    while len(kept) > most:
+    while len(works) > most:
         try:
-            oldest = next(iter(kept.values()))
+            oldest = next(iter(works.values()))
         except (RuntimeError, StopIteration):  # another thread is here
             return
         if not oldest.is_completed():
             return
         oldest.let_go()
-        kept.pop(id(oldest), None)
+        works.pop(id(oldest), None)
 
 
 class Work(dist._Work):

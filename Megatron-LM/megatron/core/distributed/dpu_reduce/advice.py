@@ -88,7 +88,7 @@ def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
     """Return a text that says how many bytes a rank sends in each type, if gradients travel in few
     bits."""
     sent: dict[str, int] = {}
-    kept = differences = 0
+    bf16_bytes = differences = 0
     bits: set[int] = set()
     for bucket in buckets:
         op = bucket.dpu_reduce_op
@@ -96,17 +96,17 @@ def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
             continue
         wire = str(op.wire)
         sent[wire] = sent.get(wire, 0) + op.wire.nbytes(bucket.grad_data.numel())
-        if op.kept is not None:
-            kept += op.kept.nbytes
-            bits.add(8 * op.kept.itemsize)
+        if op.bf16_part is not None:
+            bf16_bytes += op.bf16_part.nbytes
+            bits.add(8 * op.bf16_part.itemsize)
         if op.updated and op.wire.is_block:
             differences += bytepslib.wire.int8().nbytes(bucket.grad_data.numel())
-    told = ", ".join(f"{nbytes / 1e6:.2f} MB as {wire}" for wire, nbytes in sent.items())
+    by_type = ", ".join(f"{nbytes / 1e6:.2f} MB as {wire}" for wire, nbytes in sent.items())
     down = f"; {differences / 1e6:.2f} MB come back as int8 differences" if differences else ""
     return (
-        f"dpu_reduce: gradients of a model chunk that go to servers: {told or 'none'}, "
-        f"{kept / 1e6:.2f} MB in {max(bits, default=16)} bits (norms, biases, routers, small ones, "
-        f"and what --dpu-reduce-keep-bf16 names){down}"
+        f"dpu_reduce: gradients of a model chunk that go to servers: {by_type or 'none'}, "
+        f"{bf16_bytes / 1e6:.2f} MB in {max(bits, default=16)} bits (norms, biases, routers, small "
+        f"ones, and what --dpu-reduce-keep-bf16 names){down}"
     )
 
 
@@ -118,26 +118,29 @@ def missing_overlaps(config: Any) -> tuple[str, ...]:
     return tuple(f"--{flag.replace('_', '-')}" for flag in flags if not getattr(config, flag))
 
 
-def brief(found: Forecast) -> str:
+def brief(prediction: Forecast) -> str:
     """Return three lines: traffic between hosts, the gain of each flag, and the recommended change.
     A single line if nothing crosses hosts."""
-    training, forecast = found.training, bytepslib.forecast
+    training, forecast = prediction.training, bytepslib.forecast
     crossing = training.crossing
     if not crossing:
-        return f"dpu_reduce: {forecast.answer(found)}"
+        return f"dpu_reduce: {forecast.answer(prediction)}"
     inside = [kind.name for kind in training.kinds if kind not in crossing]
     stay = f"; {' and '.join(inside)} gradients stay inside a host" if inside else ""
     spread = " and ".join(f"{kind.name} gradients {kind.most_hosts} hosts" for kind in crossing)
-    rows = [row for row in found.rows if not row.plain]
+    rows = [row for row in prediction.rows if not row.plain]
     return "\n".join(
         (
             f"dpu_reduce: {spread} wide{stay}; over a host's NICs each way per step, by plain "
-            f"Megatron: {_bytes(found.rows[0])}; {forecast.servers_text(found.network.servers)}; "
-            f"{forecast.rates_text(found.network)}",
+            f"Megatron: {_bytes(prediction.rows[0])}; "
+            f"{forecast.servers_text(prediction.network.servers)}; "
+            f"{forecast.rates_text(prediction.network)}",
             "dpu_reduce: at best, over plain Megatron at its best "
-            f"({' '.join(found.plain.flags) or 'as it is'}): "
-            + ", ".join(_gain(found, row) for row in sorted(rows, key=lambda row: row.compared)),
-            f"dpu_reduce: {forecast.answer(found)}",
+            f"({' '.join(prediction.plain.flags) or 'as it is'}): "
+            + ", ".join(
+                _gain(prediction, row) for row in sorted(rows, key=lambda row: row.compared)
+            ),
+            f"dpu_reduce: {forecast.answer(prediction)}",
         )
     )
 
@@ -148,8 +151,8 @@ def _bytes(row: Row) -> str:
     return f"{text(row.gradients)} of gradients{parameters}"
 
 
-def _gain(found: Forecast, row: Row) -> str:
-    flags = found.name(row).removeprefix("--use-dpu-reduce ")
+def _gain(prediction: Forecast, row: Row) -> str:
+    flags = prediction.name(row).removeprefix("--use-dpu-reduce ")
     loss = f" (loss {row.loss})" if row.loss else ""
     return f"{flags} " + ("refused" if row.refused else f"{row.gain:.2f} x{loss}")
 

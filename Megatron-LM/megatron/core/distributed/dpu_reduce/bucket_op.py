@@ -118,9 +118,9 @@ class Named:
         """Reserve indices for `partitions` partitions of a sum in the round robin; return the
         first."""
         key = tuple(sorted(group))
-        place = self.partitions[key] + key[0]
+        first = self.partitions[key] + key[0]
         self.partitions[key] += partitions
-        return place
+        return first
 
 
 named = Named()
@@ -227,18 +227,18 @@ def kept_of(
         config: its `dpu_reduce_keep_bf16` adds to the parameters that are always kept.
         model: config of the model if servers update it: parameters with copies are then kept too.
     """
-    asked = kept_bf16.parse(config.dpu_reduce_keep_bf16)
-    least = asked.least_bytes
+    rules = kept_bf16.parse(config.dpu_reduce_keep_bf16)
+    least = rules.least_bytes
     if least is None:
         least = bytepslib.server_bucket.least_in_few_bits()
     ranges: list[tuple[int, int]] = []
-    kept: list[tuple[int, torch.nn.Parameter]] = []
+    kept_parameters: list[tuple[int, torch.nn.Parameter]] = []
     for parameter, (begin, end) in bucket.param_to_index.items():
         name, nbytes = names.get(parameter, ""), (end - begin) * bucket.grad_data.itemsize
-        named = _ROUTER.search(name) or any(pattern.search(name) for pattern in asked.patterns)
+        named = _ROUTER.search(name) or any(pattern.search(name) for pattern in rules.patterns)
         if parameter.dim() < 2 or nbytes < least or named or is_copied(parameter, model):
             ranges.append((begin, end))
-            kept.append((begin, parameter))
+            kept_parameters.append((begin, parameter))
     if not ranges:
         return None
     merged: list[tuple[int, int]] = []
@@ -247,8 +247,8 @@ def kept_of(
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((begin, end))
-    kept.sort(key=lambda one: one[0])
-    return Kept(tuple(merged), tuple(parameter for _, parameter in kept))
+    kept_parameters.sort(key=lambda pair: pair[0])
+    return Kept(tuple(merged), tuple(parameter for _, parameter in kept_parameters))
 
 
 def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
@@ -295,7 +295,7 @@ class BucketOp:
     """Index of the bucket's first partition in the round robin over the servers."""
     wire: WireType
     """Type in which the gradients travel; by default the type of the bucket."""
-    kept: Kept | None = None
+    bf16_part: Kept | None = None
     """Gradients that travel in 16 bits if the others travel in blocks of few bits."""
     route: str
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
@@ -320,7 +320,7 @@ class BucketOp:
         `grads`: the bucket's gradients."""
         if self.route == bytepslib.routes.COLLECTIVE or len(self.group) == 1 or not grads.numel():
             return
-        names = [self.name] if self.kept is None else [self.name, self.kept.name_of(self)]
+        names = [self.name] if self.bf16_part is None else [self.name, self.bf16_part.name_of(self)]
         bytepslib.names.Names(*names, group=self.group, owner=owner)
         for sums in (self.node_whole, self.node_shards):
             if sums is not None:
@@ -339,13 +339,13 @@ def wire_of(
     wire, name = bytepslib.wire, ddp_config.dpu_reduce_wire_dtype
     if name is None:
         return wire.of(grad_dtype)
-    asked = wire.NAMES[name]
+    wire_type = wire.NAMES[name]
     keeps = grad_dtype != torch.float32 or (
         ddp_config.dpu_optimizer and param_dtype == torch.float32
     )
-    if not asked.is_block and keeps:
+    if not wire_type.is_block and keeps:
         return wire.of(grad_dtype)
-    return wire.of(grad_dtype, asked)
+    return wire.of(grad_dtype, wire_type)
 
 
 def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
@@ -397,11 +397,11 @@ def node_sums(
         return whole, None
     shards = len(op.owners)
     owned = _owned(layout, op.group, shards)
-    mine = owned[layout.host_of(rank)][layout.local_index(rank)]
-    if op.owners[mine] != rank:
+    own_shard = owned[layout.host_of(rank)][layout.local_index(rank)]
+    if op.owners[own_shard] != rank:
         raise RuntimeError(
-            f"--use-dpu-reduce: rank {rank} has the place of shard {mine} in the data-parallel "
-            f"group {op.group}, but the shards' owners are {op.owners}"
+            f"--use-dpu-reduce: rank {rank} has the place of shard {own_shard} in the "
+            f"data-parallel group {op.group}, but the shards' owners are {op.owners}"
         )
     part_bytes = op.wire.nbytes(grads.numel()) // len(layout.on_host_of(rank))
     cut = bytepslib.node_groups.shard_pieces(
@@ -427,5 +427,5 @@ def _layout(group: tuple[int, ...], hosts: tuple[int, ...]) -> HostLayout:
 @functools.lru_cache(maxsize=16)
 def _owned(layout: HostLayout, group: tuple[int, ...], shards: int) -> list[list[int]]:
     """Return, for each host, the shard that each of its ranks owns."""
-    places = {rank: place for place, rank in enumerate(group)}
+    places = {rank: index for index, rank in enumerate(group)}
     return [[places[rank] % shards for rank in members] for members in layout.hosts]

@@ -96,10 +96,10 @@ def judge(args: Any, machines: Machines, accepts: str | None = None) -> Verdict:
 
 
 def _refused(args: Any, **flags: bool) -> str:
-    asked = copy.copy(args)
-    vars(asked).update(flags)
+    checked = copy.copy(args)
+    vars(checked).update(flags)
     try:
-        refusals.refuse(asked)
+        refusals.refuse(checked)
     except ValueError as error:
         return str(error)
     return ""
@@ -265,10 +265,13 @@ def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
     longest: dict[Any, str] = {}
     for name, function in _functions(package):
         needed = inspect.signature(function).parameters.values()
-        if any(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in needed):
+        if any(
+            parameter.default is parameter.empty and parameter.kind < parameter.VAR_POSITIONAL
+            for parameter in needed
+        ):
             continue
         longest[function] = max(name, longest.get(function, ""), key=lambda text: (len(text), text))
-    return {name: function for function, name in sorted(longest.items(), key=lambda one: one[1])}
+    return {name: function for function, name in sorted(longest.items(), key=lambda pair: pair[1])}
 
 
 def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -296,7 +299,11 @@ def recipe(name: str) -> Any:
         ImportError: Megatron-Bridge is not installed.
         ValueError: Megatron-Bridge has no such recipe; the text suggests similar names.
     """
-    known = [one for package in (LIBRARY, PERFORMANCE) for one in _functions(package)]
+    known = [
+        named_function
+        for package in (LIBRARY, PERFORMANCE)
+        for named_function in _functions(package)
+    ]
     for other, function in known:
         if other == name:
             return function()

@@ -159,13 +159,13 @@ _REFUSED = {
 
 def collectives() -> Iterator[Collective]:
     """Yield all collectives of this list."""
-    for over, some in (
+    for over, reasons in (
         (Over.CONTINUED, _CONTINUED),
         (Over.ALIKE, _ALIKE),
         (Over.MOVED, _MOVED),
         (Over.REPORTED, _REPORTED),
     ):
-        for where, why in some.items():
+        for where, why in reasons.items():
             yield Collective(where=where, over=over, why=why)
     for where, refusal in _REFUSED.items():
         yield Collective(where=where, over=Over.REFUSED, why=refusal.reason, refusal=refusal)
@@ -173,4 +173,4 @@ def collectives() -> Iterator[Collective]:
 
 def refusals() -> Iterator[Refusal]:
     """Yield the refusals of arguments that lead to unsupported collectives."""
-    return (one.refusal for one in collectives() if one.refusal is not None)
+    return (collective.refusal for collective in collectives() if collective.refusal is not None)

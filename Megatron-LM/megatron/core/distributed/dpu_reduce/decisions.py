@@ -106,13 +106,13 @@ def measured(
 
 
 _UPDATED = "; the servers update the parameters"
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def forget() -> None:
     """Forget measurements and printed tables, so that both are made anew."""
     _measurements.clear()
-    _told.clear()
+    _reported.clear()
 
 
 def decide_all(
@@ -140,7 +140,7 @@ def decide_all(
         return _over_replicas(config, kind, group, groups)
     hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
     routes = bytepslib.routes
-    asked = config.dpu_reduce_backend or routes.AUTO
+    requested = config.dpu_reduce_backend or routes.AUTO
     sums = [
         routes.Sum(
             hosts=hosts,
@@ -154,13 +154,13 @@ def decide_all(
     ]
     network = job.joined().network
     summed = [pair for pair in zip(groups, sums, strict=True) if not pair[1].updated]
-    if asked == routes.AUTO and measures and len(set(hosts)) > 1 and summed:
-        some = [pair[0] for pair in summed], [pair[1] for pair in summed]
-        network = measured(kind, group, *some, buffers[0]).applied(network)
+    if requested == routes.AUTO and measures and len(set(hosts)) > 1 and summed:
+        groups_and_sums = [pair[0] for pair in summed], [pair[1] for pair in summed]
+        network = measured(kind, group, *groups_and_sums, buffers[0]).applied(network)
     decisions: dict[int, Decision] = {}
     rows = []
     for bucket_group, what in zip(groups, sums, strict=True):
-        decision = routes.decide(what, network, asked)
+        decision = routes.decide(what, network, requested)
         rows.append((what, decision))
         decisions |= {id(bucket): decision for bucket in bucket_group.buckets}
     if torch.distributed.get_rank() == 0:
@@ -200,8 +200,8 @@ def _over_replicas(
 
 def print_once(text: str) -> None:
     """Print a text unless it was printed before."""
-    if text not in _told:
-        _told.add(text)
+    if text not in _reported:
+        _reported.add(text)
         print(advice.as_lines(text), flush=True)
 
 
@@ -228,7 +228,7 @@ def tell(
     if torch.distributed.get_rank() != 0:
         return
     everybody = bytepslib.routes.per_host(job.joined().hosts)
-    found: list[Kind] = []
+    forecast_kinds: list[Kind] = []
     gradient_bytes, parameter_bytes, bf16 = 1, 1, True
     for name, group, groups, buffers in kinds:
         buckets = [bucket for bucket_group in groups for bucket in bucket_group.buckets]
@@ -244,7 +244,7 @@ def tell(
             for parameter in bucket.params_list
             if summed_later.stays(parameter, config)
         )
-        found.append(
+        forecast_kinds.append(
             bytepslib.forecast.Kind(name=name, groups={hosts: count}, elements=elements, left=left)
         )
         # Nearly all elements have the same type. If not, the larger type decides.
@@ -252,7 +252,7 @@ def tell(
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
         bf16 = bf16 and not any(b.param_dtype in (torch.float16, torch.float32) for b in buffers)
     training = bytepslib.forecast.Training(
-        kinds=tuple(found),
+        kinds=tuple(forecast_kinds),
         gradient_bytes=gradient_bytes,
         parameter_bytes=parameter_bytes,
         sharded=config.use_distributed_optimizer,

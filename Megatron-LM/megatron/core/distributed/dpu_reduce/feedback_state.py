@@ -59,10 +59,10 @@ class _Saved:
     tensors: int
     """Number of tensors: one per rank that pushed the parameter, or 1 for their mean."""
 
-    def wanted(self, place: int, pushers: int) -> list[tuple[int, float]]:
-        """Return the saved tensors that rank `place` of `pushers` loads, with their factors."""
+    def wanted(self, index: int, pushers: int) -> list[tuple[int, float]]:
+        """Return the saved tensors that rank `index` of `pushers` loads, with their factors."""
         if self.tensors == self.owed.pushers:
-            return [(number, 1.0) for number in range(place, self.tensors, pushers)]
+            return [(number, 1.0) for number in range(index, self.tensors, pushers)]
         return [(0, self.owed.pushers / pushers)]
 
 
@@ -77,7 +77,7 @@ class _Push:
     offset in the tensor."""
     group: tuple[int, ...]
     """Ranks that push the same elements."""
-    place: int
+    index: int
     """Index of this rank in `group`."""
     owed: _Owed
 
@@ -95,7 +95,7 @@ class _Box:
     """Identifies a copy of the parameter; all numbers are 0 for the first copy. Pipeline stages may
     have copies, whose gradients are added. Tensor-parallel ranks may have copies, whose gradients
     are equal."""
-    place: ShardedTensor
+    sharded: ShardedTensor
     """Position in the parameter's global tensor."""
 
     @functools.cached_property
@@ -109,24 +109,24 @@ class _Box:
 
     def of_rank(self, key: str, rank: int, ranks: int, data: torch.Tensor) -> ShardedTensor:
         """Return the sharded tensor of this box in the losses of `ranks` ranks."""
-        place = self.place
+        sharded = self.sharded
         return replace(
-            place,
+            sharded,
             key=f"{KEY}.{key}",
-            data=data.view(1, *place.local_shape),
-            local_shape=(1, *place.local_shape),
-            global_shape=(ranks, *place.global_shape),
-            global_offset=(rank, *place.global_offset),
+            data=data.view(1, *sharded.local_shape),
+            local_shape=(1, *sharded.local_shape),
+            global_shape=(ranks, *sharded.global_shape),
+            global_offset=(rank, *sharded.global_offset),
         )
 
     def of_servers(self, key: str, data: torch.Tensor) -> ShardedTensor:
         """Return the sharded tensor of this box in the servers' losses."""
-        view = data.view(self.place.local_shape)
-        return replace(self.place, key=f"{KEY}.{key}.servers", data=view)
+        view = data.view(self.sharded.local_shape)
+        return replace(self.sharded, key=f"{KEY}.{key}.servers", data=view)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _LoadRequest:
     """A tensor to be loaded, and the destination of its values."""
 
     box: _Box
@@ -139,7 +139,7 @@ class _Loading:
     """A checkpoint that is being loaded."""
 
     pushes: list[_Push]
-    asked: dict[str, _Asked]
+    requests: dict[str, _LoadRequest]
 
 
 _loading: _Loading | None = None
@@ -164,19 +164,19 @@ def save(state: dict[str, Any], *, per_rank: bool) -> None:
         lost = bytepslib.wire.feedback.get(push.name)
         lost = torch.zeros(push.numel, dtype=torch.bfloat16) if lost is None else lost.cpu()
         servers = None
-        if push.place == 0 and push.owed.servers:
+        if push.index == 0 and push.owed.servers:
             servers = bytepslib.operations.read_feedback(push.name, push.numel)
         for box in of_push:
             # The losses are copied, because training may change them while the checkpoint is
             # written.
-            if per_rank or push.place == 0:
+            if per_rank or push.index == 0:
                 values, ranks = box.part_of(lost).clone(), push.owed.pushers if per_rank else 1
-                tensors.append(box.of_rank(box.key, push.place, ranks, values))
+                tensors.append(box.of_rank(box.key, push.index, ranks, values))
             if servers is not None:
                 tensors.append(box.of_servers(box.key, box.part_of(servers).clone()))
     how = {
-        key: (one.pushers, one.average, one.servers, one.pushers if per_rank else 1)
-        for key, one in sorted(owed.items())
+        key: (form.pushers, form.average, form.servers, form.pushers if per_rank else 1)
+        for key, form in sorted(owed.items())
     }
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     state[KEY] = {"parameters": how, "tensors": numbered}
@@ -224,14 +224,14 @@ def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
         for key, (pushers, average, servers, tensors_of_key) in common[KEY]["parameters"].items()
     }
     boxes, owed = _agreed(*_boxes(state))
-    asked: dict[str, _Asked] = {}
+    requests: dict[str, _LoadRequest] = {}
     tensors: dict[str, ShardedTensor] = {}
     for box in boxes:
-        for one, tensor in _wanted(box, saved, owed):
-            number = str(len(asked))
-            asked[number], tensors[number] = one, tensor
+        for request, tensor in _wanted(box, saved, owed):
+            number = str(len(requests))
+            requests[number], tensors[number] = request, tensor
     state[KEY] = {"tensors": tensors}
-    _loading = _Loading(pushes=list(dict.fromkeys(box.push for box in boxes)), asked=asked)
+    _loading = _Loading(pushes=list(dict.fromkeys(box.push for box in boxes)), requests=requests)
 
 
 def has_feedback() -> bool:
@@ -247,12 +247,12 @@ def take(state: Mapping[str, Any]) -> bool:
         return False
     own = {push.name: torch.zeros(push.numel) for push in loading.pushes}
     servers = {name: torch.zeros_like(lost) for name, lost in own.items()}
-    for number, one in loading.asked.items():
-        target = (servers if one.to_servers else own)[one.box.push.name]
+    for number, request in loading.requests.items():
+        target = (servers if request.to_servers else own)[request.box.push.name]
         values = state[KEY]["tensors"][number].view(-1).float()
-        one.box.part_of(target).add_(values, alpha=one.factor)
+        request.box.part_of(target).add_(values, alpha=request.factor)
     for push in loading.pushes:
-        of_servers = servers[push.name] if push.place == 0 and push.owed.servers else None
+        of_servers = servers[push.name] if push.index == 0 and push.owed.servers else None
         lost = own[push.name].to(torch.bfloat16)
         bytepslib.wire.feedback.put(push.name, lost, of_servers)
     return True
@@ -260,7 +260,7 @@ def take(state: Mapping[str, Any]) -> bool:
 
 def _wanted(
     box: _Box, saved: Mapping[str, _Saved], present: Mapping[str, _Owed]
-) -> Iterator[tuple[_Asked, ShardedTensor]]:
+) -> Iterator[tuple[_LoadRequest, ShardedTensor]]:
     """Yield the tensors of a checkpoint that this rank loads for a box."""
     keys = [box.key] if box.key in saved else []
     if not any(box.copy):
@@ -276,19 +276,19 @@ def _wanted(
     for key in keys:
         was, tensors = saved[key].owed, saved[key].tensors
         wanted = []
-        for number, factor in saved[key].wanted(push.place, owed.pushers):
+        for number, factor in saved[key].wanted(push.index, owed.pushers):
             tensor = box.of_rank(key, number, tensors, _blank(box))
             if tensors < was.pushers:  # All ranks load this tensor.
-                tensor = replace(tensor, replica_id=push.place)
+                tensor = replace(tensor, replica_id=push.index)
             factor *= weight / was.pushers if was.average else weight
             wanted.append((tensor, factor, False))
-        if was.servers and push.place == 0:
+        if was.servers and push.index == 0:
             factor = 1.0 if owed.servers else weight
             wanted.append((box.of_servers(key, _blank(box)), factor, owed.servers))
         for tensor, factor, to_servers in wanted:
             # Other ranks load this tensor, too.
             loaded = replace(tensor, replica_id=1) if is_alike else tensor
-            yield _Asked(box=box, factor=factor, to_servers=to_servers), loaded
+            yield _LoadRequest(box=box, factor=factor, to_servers=to_servers), loaded
 
 
 def _is_of_stage(key: str) -> bool:
@@ -302,17 +302,17 @@ def _blank(box: _Box) -> torch.Tensor:
 
 
 def _agreed(
-    boxes: list[_Box], mine: Mapping[str, _Owed | None]
+    boxes: list[_Box], own: Mapping[str, _Owed | None]
 ) -> tuple[list[_Box], dict[str, _Owed]]:
     """Return the boxes of parameters whose losses all ranks save in the same form, and that form.
 
     Tensor-parallel ranks may send the same parameter by different backends.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, dict(mine))
+    torch.distributed.all_gather_object(gathered, dict(own))
     owed: dict[str, _Owed | None] = {}
-    for one in gathered:
-        for key, how in one.items():
+    for forms_of_rank in gathered:
+        for key, how in forms_of_rank.items():
             owed[key] = how if owed.get(key, how) == how else None
     agreed = {key: how for key, how in owed.items() if how is not None}
     return [box for box in boxes if box.key in agreed], agreed
@@ -326,26 +326,26 @@ def _boxes(state: Mapping[str, Any]) -> tuple[list[_Box], dict[str, _Owed | None
     Parameters whose saved parts are not contiguous are left out.
     """
     chunks = {key: value for key, value in state.items() if key.startswith("model")}
-    found, _ = extract_sharded_tensors_and_factories(chunks)
-    sharded = {id(one.data): one for one in nested_values(found)}
+    tensors, _ = extract_sharded_tensors_and_factories(chunks)
+    sharded = {id(tensor.data): tensor for tensor in nested_values(tensors)}
     boxes: list[_Box] = []
     owed: dict[str, _Owed | None] = {}
     for bucket, config in plan.all_buckets():
         op = bucket.dpu_reduce_op
-        kept = set() if op.kept is None else set(op.kept.parameters)
+        bf16_parameters = set() if op.bf16_part is None else set(op.bf16_part.parameters)
         parameters = [
             (first, last, sharded[id(parameter)], parameter.dim())
             for parameter, (first, last) in bucket.param_to_index.items()
-            if id(parameter) in sharded and parameter not in kept
+            if id(parameter) in sharded and parameter not in bf16_parameters
         ]
         pushes = _pushes(bucket, config)
         if not pushes and op.group[0] == job.rank():
             whole = _whole(bucket, 0, _Owed(pushers=0, average=False, servers=False))
-            owed |= {box.key: None for one in parameters for box in _cut(whole, *one)}
+            owed |= {box.key: None for parameter in parameters for box in _cut(whole, *parameter)}
         for push in pushes:
-            cut = [box for one in parameters for box in _cut(push, *one)]
+            cut = [box for parameter in parameters for box in _cut(push, *parameter)]
             boxes += cut
-            if push.place == 0:
+            if push.index == 0:
                 owed |= {box.key: push.owed for box in cut}
     return boxes, owed
 
@@ -377,31 +377,31 @@ def _cut_part(
     low, high = elements
     cut = saved_boxes(model_parameter, model_parameter.key, low - first, high - first)
     copy = own_replica(model_parameter.replica_id)
-    for one in cut or ():
-        place, before = one.place, len(one.place.global_shape) - axes
-        stacked = "".join(f".{offset}" for offset in place.global_offset[:before])
+    for box in cut or ():
+        sharded, before = box.sharded, len(box.sharded.global_shape) - axes
+        stacked = "".join(f".{offset}" for offset in sharded.global_offset[:before])
         yield _Box(
             push=push,
-            at=at + first + one.begin - begin,
-            numel=one.end - one.begin,
-            name=place.key + stacked,
+            at=at + first + box.begin - begin,
+            numel=box.end - box.begin,
+            name=sharded.key + stacked,
             copy=copy if isinstance(copy, tuple) else (0, copy),
-            place=replace(
-                place,
+            sharded=replace(
+                sharded,
                 dtype=torch.bfloat16,
-                local_shape=place.local_shape[before:],
-                global_shape=place.global_shape[before:],
-                global_offset=place.global_offset[before:],
+                local_shape=sharded.local_shape[before:],
+                global_shape=sharded.global_shape[before:],
+                global_offset=sharded.global_offset[before:],
                 replica_id=0,
             ),
         )
 
 
-def _whole(bucket: _ParamAndGradBucket, place: int, owed: _Owed) -> _Push:
+def _whole(bucket: _ParamAndGradBucket, index: int, owed: _Owed) -> _Push:
     elements = bucket.grad_data.numel()
     op, parts = bucket.dpu_reduce_op, ((0, elements, 0),)
     return _Push(
-        name=op.name, numel=elements, parts=parts, group=tuple(op.group), place=place, owed=owed
+        name=op.name, numel=elements, parts=parts, group=tuple(op.group), index=index, owed=owed
     )
 
 
@@ -436,7 +436,7 @@ def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) 
                 numel=piece.length,
                 parts=tuple(parts),
                 group=tuple(push.group),
-                place=push.group.index(rank),
+                index=push.group.index(rank),
                 owed=owed(push.group),
             )
         )

@@ -68,7 +68,7 @@ def _buckets(chunks: Sequence[DistributedDataParallel]) -> Iterator[_ParamAndGra
 def _lands_in_parameters(bucket: _ParamAndGradBucket) -> bool:
     """Return whether updated parameters are pulled straight into the model's memory."""
     wire = bucket.dpu_reduce_op.wire
-    return wire.is_block or all(wire.memory == one.dtype for one in bucket.params_list)
+    return wire.is_block or all(wire.memory == parameter.dtype for parameter in bucket.params_list)
 
 
 def clip(*, overlaps: bool) -> str:
@@ -86,8 +86,10 @@ def order(
 ) -> list[ServerBucket]:
     """Return the buckets in the order in which a forward pass needs them."""
     places = enumerate(p for chunk in chunks for p in chunk.module.parameters())
-    first = {parameter: place for place, parameter in reversed(list(places))}
-    return sorted(buckets, key=lambda one: min(first[place.parameter] for place in one.places))
+    first = {parameter: position for position, parameter in reversed(list(places))}
+    return sorted(
+        buckets, key=lambda bucket: min(first[placed.parameter] for placed in bucket.places)
+    )
 
 
 def hook(
@@ -97,7 +99,7 @@ def hook(
 ) -> None:
     """Make each module wait for its own parameters before its forward pass, and ``state_dict()``
     for all parameters."""
-    bucket_of = {place.parameter: bucket for bucket in buckets for place in bucket.places}
+    bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.places}
     for module in (module for chunk in chunks for module in chunk.module.modules()):
         own = list(module.parameters(recurse=False))
         if needed := list(dict.fromkeys(bucket_of[p] for p in own if p in bucket_of)):

@@ -230,8 +230,8 @@ def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
         return
     if not bytepslib.members.is_late():
         outer_steps.begin(args, model, optimizer)
-        for one in replica_state.kept_by_servers(outer_steps.inner(optimizer)):
-            one.begin_with_others()
+        for server_optimizer in replica_state.kept_by_servers(outer_steps.inner(optimizer)):
+            server_optimizer.begin_with_others()
     replica_changes.listen(args)
 
 
@@ -286,10 +286,10 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
         received: for each rank of this replica, whether it received the signal. With replicas, the
             job ends if all replicas received it; otherwise only replicas that received it leave.
     """
-    told = any(received)
+    any_received = any(received)
     if job.replicas() == 1 or not outer_steps.meets(args):
-        return told and job.replicas() == 1
-    return job.all_want(replica_changes.wants_to_end(told), "signals")
+        return any_received and job.replicas() == 1
+    return job.all_want(replica_changes.wants_to_end(any_received), "signals")
 
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:

@@ -62,7 +62,7 @@ def initialize(quorum: str | None = None) -> None:
     if not bps.is_initialized():
         store = torch.distributed.distributed_c10d._get_default_store()
         bytepslib.world.demand_all(store, rank, size, "--use-dpu-reduce or --dpu-preset")
-        local = bytepslib.world.find_place(rank, _told_by_all)
+        local = bytepslib.world.find_place(rank, _gathered)
         bps.init(quorum=quorum, local=local)
         _job = None
     count = bytepslib.session.replicas()
@@ -73,7 +73,7 @@ def initialize(quorum: str | None = None) -> None:
             "WORLD_SIZE against DMLC_WORKER_ID and DMLC_NUM_WORKER"
         )
     if _job is None:
-        met = bytepslib.world.meet(_told_by_all)
+        met = bytepslib.world.meet(_gathered)
         # With replicas, a replica takes the role of a host: its ranks sum among themselves first.
         places = tuple(rank // size for rank in range(size * count))
         _job = met if count == 1 else replace(met, hosts=places, measures=False)
@@ -125,10 +125,10 @@ def of_this_replica(ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(r for r in ranks if first <= r < first + torch.distributed.get_world_size())
 
 
-def _told_by_all(mine: Any) -> list[Any]:
-    told: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, mine)
-    return told
+def _gathered(own: Any) -> list[Any]:
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
 
 
 def replicas_of(args: Namespace) -> int:
@@ -287,5 +287,5 @@ def most_inside(facts: Sequence[int]) -> list[int]:
     if torch.distributed.get_backend() == "nccl":
         most = most.cuda()
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    found: list[int] = most.tolist()
-    return found
+    maxima: list[int] = most.tolist()
+    return maxima

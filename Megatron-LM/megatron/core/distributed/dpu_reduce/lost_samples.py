@@ -13,17 +13,17 @@ import torch
 
 from . import bytepslib, job
 
-_told: set[int] = set()
+_reported: set[int] = set()
 """Replicas whose loss this process has logged. A replica that is back is removed."""
-_told_until: int | None = None
+_reported_until: int | None = None
 """Number of consumed samples up to which losses were logged; None before the first step."""
 
 
 def begin(args: Namespace) -> None:
     """Begin at the current sample, when this replica joins: the other replicas have logged earlier
     losses."""
-    global _told_until
-    _told_until = args.consumed_train_samples
+    global _reported_until
+    _reported_until = args.consumed_train_samples
 
 
 def take_missing() -> set[int]:
@@ -42,22 +42,22 @@ def tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
         missing: replicas that were missing in the steps' sums since the last call.
         present: whether each replica is there now.
     """
-    global _told_until
+    global _reported_until
     if torch.distributed.get_rank() == 0:
         _tell(args, missing, present)
-    _told_until = args.consumed_train_samples
+    _reported_until = args.consumed_train_samples
 
 
 def _tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
-    new = sorted(missing - _told)
-    _told.update(missing)
-    _told.difference_update(there for there, is_there in enumerate(present) if is_there)
+    new = sorted(missing - _reported)
+    _reported.update(missing)
+    _reported.difference_update(there for there, is_there in enumerate(present) if is_there)
     if not missing:
         return
     from ...num_microbatches_calculator import get_current_global_batch_size
 
     until = args.consumed_train_samples
-    first = until - get_current_global_batch_size() if _told_until is None else _told_until
+    first = until - get_current_global_batch_size() if _reported_until is None else _reported_until
     lost = (until - first) // job.replicas() * len(missing)
     iteration = args.curr_iteration + 1
     if new:

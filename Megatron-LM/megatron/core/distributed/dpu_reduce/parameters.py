@@ -93,13 +93,13 @@ def count(model: Any) -> Count:
     expert_ranks = getattr(model, "expert_model_parallel_size", 1) * expert_tensor
     counts = [
         Count(
-            dense=one.split / tensor + one.whole,
-            expert=one.experts / expert_ranks,
+            dense=part.split / tensor + part.whole,
+            expert=part.experts / expert_ranks,
             embedding=held,
         )
-        for one, held in ends
+        for part, held in ends
     ]
-    return max(counts, key=lambda one: one.dense + one.expert)
+    return max(counts, key=lambda count: count.dense + count.expert)
 
 
 def _kinds(model: Any) -> list[str]:
@@ -111,10 +111,10 @@ def _kinds(model: Any) -> list[str]:
         # Heads for multi-token prediction follow a slash; `|` separates stages.
         main = pattern.split("/")[0].replace("|", "")
         return [_MAMBA if kind in "GD" else kind for kind in re.sub(r"[^MGD*E-]", "", main)]
-    found = []
+    kinds = []
     for is_moe in _moe_layers(model):
-        found += [_ATTENTION, _MOE if is_moe else _DENSE]
-    return found
+        kinds += [_ATTENTION, _MOE if is_moe else _DENSE]
+    return kinds
 
 
 def _moe_layers(model: Any) -> list[bool]:
@@ -124,7 +124,7 @@ def _moe_layers(model: Any) -> list[bool]:
         return [False] * model.num_layers
     if isinstance(frequency, int):
         return [index % frequency == 0 for index in range(model.num_layers)]
-    return [bool(one) for one in frequency]
+    return [bool(flag) for flag in frequency]
 
 
 def _split(kinds: Sequence[str], stages: int) -> list[Sequence[str]]:
@@ -198,9 +198,9 @@ def _moe(model: Any) -> _Part:
     latent = getattr(model, "moe_latent_size", None)
     into = inner * (2 if _is_gated(model) else 1)
     wide = latent or hidden
-    one = float(wide * into + inner * wide)
+    per_expert = float(wide * into + inner * wide)
     if model.add_bias_linear:
-        one += into + wide
+        per_expert += into + wide
     whole = _norm(model) + hidden * experts
     if latent:
         whole += 2 * hidden * latent
@@ -210,7 +210,7 @@ def _moe(model: Any) -> _Part:
         split += hidden * shared * (3 if _is_gated(model) else 2)
         if getattr(model, "moe_shared_expert_gate", False):
             whole += hidden
-    return _Part(split=split, whole=whole, experts=one * experts)
+    return _Part(split=split, whole=whole, experts=per_expert * experts)
 
 
 def _mamba(model: Any) -> _Part:
@@ -389,13 +389,13 @@ def parse(
             reasons.append(error)
     # The errors may differ. An error about CUDA_DEVICE_MAX_CONNECTIONS is the last choice: the
     # other attempt has passed that check.
-    raise next((one for one in reasons if _CONNECTIONS not in str(one)), reasons[0])
+    raise next((reason for reason in reasons if _CONNECTIONS not in str(reason)), reasons[0])
 
 
 def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int) -> Namespace:
     from megatron.training import arguments
 
-    told = io.StringIO()
+    printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
         stack.enter_context(mock.patch.object(sys, "argv", ["check", *words]))
@@ -409,15 +409,15 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
         capability = mock.patch("torch.cuda.get_device_capability", lambda *_: (architecture, 0))
         stack.enter_context(capability)
         stack.enter_context(_modules_that_are_asked_for())
-        stack.enter_context(contextlib.redirect_stdout(told))
-        stack.enter_context(contextlib.redirect_stderr(told))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(printed))
         stack.enter_context(_no_warnings())
         try:
             args = arguments.parse_args(ignore_unknown_args=True)
             _pad_vocabulary(args)
             arguments.validate_args(args)
         except SystemExit:
-            lines = told.getvalue().strip().splitlines() or ["Megatron's validate_args exited"]
+            lines = printed.getvalue().strip().splitlines() or ["Megatron's validate_args exited"]
             raise NotMegatrons(lines[-1]) from None
         except Exception as error:
             raise NotMegatrons(_text(error)) from error
@@ -448,7 +448,7 @@ def _modules_that_are_asked_for() -> Iterator[None]:
         for rest in (["checkpointing", "local", "ckpt_managers", "local_manager"],)
         for depth in range(len(rest) + 1)
     ]
-    with mock.patch.dict(sys.modules, {one: mock.MagicMock(name=one) for one in names}):
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock(name=name) for name in names}):
         yield
 
 

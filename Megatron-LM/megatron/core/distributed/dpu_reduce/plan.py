@@ -48,8 +48,8 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
             continue
         # Only sums of every step are declared here. If the optimizer shards a bucket, the whole
         # bucket is rarely summed, and its first sum declares it.
-        if op.kept is not None:
-            declarations.append(op.kept.declaration(op, grads, average=average))
+        if op.bf16_part is not None:
+            declarations.append(op.bf16_part.declaration(op, grads, average=average))
         sums = op.node_shards or op.node_whole
         if sums is not None:
             declarations += sums.declarations(rank, grads.dtype, grads.device)
@@ -91,8 +91,8 @@ def bytes_per_server(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
         else:
             pushes = sums.pushes(rank, bucket.grad_data.element_size())
             parts = [push.bytes_per_server() for push in pushes]
-        if op.kept is not None:
-            parts.append(op.kept.bytes_per_server(op))
+        if op.bf16_part is not None:
+            parts.append(op.bf16_part.bytes_per_server(op))
         for part in parts:
             total = [a + b for a, b in zip(total, part, strict=True)]
     return total
@@ -108,15 +108,15 @@ _planned: list[weakref.ref[DistributedDataParallel]] = []
 
 def forget() -> None:
     """Drop all plans."""
-    for one in (job, decisions):
-        one.forget()
+    for module in (job, decisions):
+        module.forget()
     named.clear()
     _planned.clear()
 
 
 def all_buckets() -> Iterator[tuple[_ParamAndGradBucket, DistributedDataParallelConfig]]:
     """Yield the buckets of all living models, with their operations, in the order of planning."""
-    for ddp in filter(None, [one() for one in _planned]):
+    for ddp in filter(None, [reference() for reference in _planned]):
         for *_, buffers in _kinds(ddp):
             for buffer in buffers:
                 for bucket in buffer.buckets:
@@ -268,10 +268,12 @@ def _register_buffer(
             in_order=config.deterministic_mode,
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
-            kept = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)
-            if op.updated and kept is not None:  # These parameters are pulled in their own type.
-                kept = replace(kept, itemsize=buffer.param_dtype.itemsize)
-            op = replace(op, kept=kept)
+            bf16_part = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)
+            if (
+                op.updated and bf16_part is not None
+            ):  # These parameters are pulled in their own type.
+                bf16_part = replace(bf16_part, itemsize=buffer.param_dtype.itemsize)
+            op = replace(op, bf16_part=bf16_part)
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)
 
 
@@ -292,7 +294,9 @@ def _placed(
     sums = node_sums(op, bucket.grad_data, buffer, group)
     pushes = sums[0].pushes(job.rank(), bucket.grad_data.element_size())
     placement = named.next_placement(op.group, sum(push.partitions for push in pushes))
-    whole, shards = (replace(one, placement=placement) if one else None for one in sums)
+    whole, shards = (
+        replace(node_sum, placement=placement) if node_sum else None for node_sum in sums
+    )
     return replace(op, placement=placement, node_whole=whole, node_shards=shards)
 
 

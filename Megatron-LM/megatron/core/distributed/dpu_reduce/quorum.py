@@ -20,12 +20,12 @@ def parse(text: str) -> Quorum:
     """Parse the flag's value. Raises ValueError if it is invalid."""
     replicas, _, seconds = text.partition("@")
     try:
-        found = Quorum(replicas=int(replicas), seconds=float(seconds))
+        quorum = Quorum(replicas=int(replicas), seconds=float(seconds))
     except ValueError:
-        found = None
-    if found is None or found.replicas < 1 or not 0 < found.seconds < float("inf"):
+        quorum = None
+    if quorum is None or quorum.replicas < 1 or not 0 < quorum.seconds < float("inf"):
         raise ValueError(
             f"--dpu-quorum={text} is not REPLICAS@SECONDS: with 3@60, once three replicas wait, "
             "the others have a minute"
         )
-    return found
+    return quorum

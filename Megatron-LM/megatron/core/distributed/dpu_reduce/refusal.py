@@ -31,7 +31,7 @@ class Refusal:
     def applies_to(self, value: object, source: object) -> bool:
         if self.refused:
             values = value if isinstance(value, list | tuple) else [value]
-            return any(one in self.refused for one in values)
+            return any(value in self.refused for value in values)
         if self.allowed_like and value == getattr(source, self.allowed_like, None):
             return False
         return value not in self.allowed
@@ -40,13 +40,13 @@ class Refusal:
 def refuse_settings(
     source: object,
     refusals: tuple[Refusal, ...],
-    asked: str = "--use-dpu-reduce",
+    flag: str = "--use-dpu-reduce",
 ) -> None:
     """Check the settings in `source`, which is the arguments or a config.
 
     Raises:
         ValueError: `refusals` forbids one of them. The text names this setting, the feature that
-            the user asked for (`asked`), and the reason.
+            the user asked for (`flag`), and the reason.
     """
     settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
     for refusal, name in settings:
@@ -54,5 +54,5 @@ def refuse_settings(
         if refusal.applies_to(value, source):
             shown = refusal.flag if value is True else f"{refusal.flag}={value}"
             raise ValueError(
-                f"{asked} does not work with {shown}: {refusal.reason}. Drop one of the two."
+                f"{flag} does not work with {shown}: {refusal.reason}. Drop one of the two."
             )

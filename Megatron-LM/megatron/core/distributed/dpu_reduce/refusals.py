@@ -141,9 +141,9 @@ def _check_wire_dtype(source: object) -> None:
 
 def _check_few_bits(source: object) -> None:
     """Check settings for few bits. ``source`` is the arguments or a DDP config."""
-    kept = getattr(source, "dpu_reduce_keep_bf16", None)
-    kept_bf16.parse(kept)
-    if kept and getattr(source, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
+    keep_bf16 = getattr(source, "dpu_reduce_keep_bf16", None)
+    kept_bf16.parse(keep_bf16)
+    if keep_bf16 and getattr(source, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         raise ValueError("--dpu-reduce-keep-bf16 needs --dpu-reduce-wire-dtype int8 or int4")
 
 

@@ -46,7 +46,7 @@ class _Notice:
 
     def __init__(self, args: Namespace) -> None:
         """Install the handlers, in the main thread."""
-        self.told = False
+        self.received = False
         self._process = os.getpid()
         self._numbers = _numbers(args)
         for number in self._numbers:
@@ -63,7 +63,7 @@ class _Notice:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.told = True
+        self.received = True
         before = _before[number]
         if callable(before):  # Megatron's handler: the job ends if all replicas receive the signal.
             before(number, frame)
@@ -136,9 +136,9 @@ def forget() -> None:
         notice.close()
 
 
-def told() -> bool:
+def was_asked_to_end() -> bool:
     """Return whether this rank was asked to end."""
-    return _notice is not None and _notice.told
+    return _notice is not None and _notice.received
 
 
 _leaves = False
@@ -155,8 +155,8 @@ def wants_to_end(flag: bool) -> bool:
     not asked, this replica leaves after this iteration. Signals that arrive later count only in the
     next iteration: otherwise all replicas could leave, and no replica would save a checkpoint."""
     global _leaves
-    (any_told,) = job.most_inside([int(flag or told())])
-    _leaves = bool(any_told)
+    (any_rank,) = job.most_inside([int(flag or was_asked_to_end())])
+    _leaves = bool(any_rank)
     return _leaves
 
 
@@ -248,7 +248,7 @@ def change_replicas(
     if torch.distributed.get_rank() == 0:
         control = "replicas/control"
         choice = bytepslib.members.choose(control, job.peers(), leaves=leaves_now)
-    choice = _told_inside(choice)
+    choice = _choice_of_first_rank(choice)
     _tell_leaving(args, choice)
     lost_samples.tell(args, missing, choice.present)
     if leaves_now:
@@ -257,7 +257,7 @@ def change_replicas(
         _admit(args, model, optimizer, scheduler, choice, iteration, operations)
 
 
-def _told_inside(choice: Choice | None) -> Choice:
+def _choice_of_first_rank(choice: Choice | None) -> Choice:
     """Broadcast rank 0's choice to all ranks of this replica."""
     count = job.replicas()
     facts = [0] * (2 * count + 2)

@@ -48,9 +48,9 @@ def demand_loaded() -> None:
 
 def kept_by_servers(optimizers: Iterable[Any]) -> Iterator[ServerOptimizer]:
     """Yield the optimizers whose state is on the servers."""
-    for one in optimizers:
-        if hasattr(one, "facts_of_steps"):
-            yield one
+    for optimizer in optimizers:
+        if hasattr(optimizer, "facts_of_steps"):
+            yield optimizer
 
 
 _COUNTED = (
@@ -89,12 +89,12 @@ class State:
         Raises:
             byteps.torch.BytePSError: a server was lost.
         """
-        transfer, mine = bytepslib.members, bytepslib.byteps.rank()
+        transfer, own_rank = bytepslib.members, bytepslib.byteps.rank()
         args = self._args
         facts = {
             "counted": {what: getattr(args, what, 0) for what in _COUNTED},
-            "optimizers": [_facts_of(one) for one in self._optimizers],
-            "servers": [one.facts_of_steps() for one in self._on_servers],
+            "optimizers": [_facts_of(optimizer) for optimizer in self._optimizers],
+            "servers": [optimizer.facts_of_steps() for optimizer in self._on_servers],
             "scheduler": self._scheduler.state_dict(),
             "scaler": _scaler(self._optimizers),
             "random": _random_state(),
@@ -104,12 +104,12 @@ class State:
             "iteration": iteration,
             "num_floating_point_operations_so_far": operations,
         }
-        transfer.give_facts(facts, to=rank, rank=mine, name=f"{name}/facts")
+        transfer.give_facts(facts, to=rank, rank=own_rank, name=f"{name}/facts")
         tensors = self._tensors()
         self._count(tensors)
-        transfer.give_tensors(tensors, to=rank, rank=mine, name=f"{name}/state")
+        transfer.give_tensors(tensors, to=rank, rank=own_rank, name=f"{name}/state")
         rounds = {"rounds": bytepslib.members.rounds()}
-        transfer.give_facts(rounds, to=rank, rank=mine, name=f"{name}/rounds")
+        transfer.give_facts(rounds, to=rank, rank=own_rank, name=f"{name}/rounds")
 
     def take(self, rank: int, name: str) -> None:
         """Receive the state from the rank with the same index in another replica.
@@ -117,12 +117,12 @@ class State:
         Raises:
             byteps.torch.BytePSError: that replica or a server was lost.
         """
-        transfer, mine = bytepslib.members, bytepslib.byteps.rank()
-        facts = transfer.take_facts(giver=rank, rank=mine, name=f"{name}/facts")
+        transfer, own_rank = bytepslib.members, bytepslib.byteps.rank()
+        facts = transfer.take_facts(giver=rank, rank=own_rank, name=f"{name}/facts")
         for what, value in facts["counted"].items():
             setattr(self._args, what, value)
-        for one, told in zip(self._optimizers, facts["optimizers"], strict=True):
-            _make_room(one, told)
+        for optimizer, given in zip(self._optimizers, facts["optimizers"], strict=True):
+            _make_room(optimizer, given)
         # load_state_dict adds the loaded steps to num_steps, which may be from a checkpoint.
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(facts["scheduler"])
@@ -131,11 +131,12 @@ class State:
         outer_steps.joined(self._args, self._model, self._optimizer, facts["outer"])
         tensors = self._tensors()
         self._count(tensors)
-        transfer.take_tensors(tensors, giver=rank, rank=mine, name=f"{name}/state")
-        rounds = transfer.take_facts(giver=rank, rank=mine, name=f"{name}/rounds")
+        transfer.take_tensors(tensors, giver=rank, rank=own_rank, name=f"{name}/state")
+        rounds = transfer.take_facts(giver=rank, rank=own_rank, name=f"{name}/rounds")
         bytepslib.members.set_rounds(rounds["rounds"])
         self.megabytes_of_servers = sum(
-            one.join(told) for one, told in zip(self._on_servers, facts["servers"], strict=True)
+            optimizer.join(given)
+            for optimizer, given in zip(self._on_servers, facts["servers"], strict=True)
         )
         from ...num_microbatches_calculator import update_num_microbatches
 
@@ -147,7 +148,7 @@ class State:
 
     def _tensors(self) -> list[torch.Tensor]:
         """Return the tensors to transfer, in the same order on both ranks."""
-        served = {id(p) for one in self._on_servers for p in one.served()}
+        served = {id(p) for optimizer in self._on_servers for p in optimizer.served()}
         tensors = [
             tensor.data
             for chunk in self._model
@@ -155,12 +156,12 @@ class State:
             for _, tensor in named
             if id(tensor) not in served
         ]
-        for one in self._optimizers:
-            if one in self._on_servers:
+        for optimizer in self._optimizers:
+            if optimizer in self._on_servers:
                 continue
-            for parameter in outer_steps.stepped(one):
+            for parameter in outer_steps.stepped(optimizer):
                 tensors.append(parameter.data)
-                state = one.optimizer.state.get(parameter, {})
+                state = optimizer.optimizer.state.get(parameter, {})
                 tensors += [
                     state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)
                 ]
@@ -191,12 +192,12 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
     }
 
 
-def _make_room(optimizer: Any, told: dict[str, Any]) -> None:
+def _make_room(optimizer: Any, given: dict[str, Any]) -> None:
     """Set the hyperparameters of an optimizer's parameter groups, and allocate the described
     state tensors."""
-    for group, numbers in zip(optimizer.optimizer.param_groups, told["groups"], strict=True):
+    for group, numbers in zip(optimizer.optimizer.param_groups, given["groups"], strict=True):
         group.update(numbers)
-    for parameter, described in zip(outer_steps.stepped(optimizer), told["states"], strict=True):
+    for parameter, described in zip(outer_steps.stepped(optimizer), given["states"], strict=True):
         state = optimizer.optimizer.state[parameter] if described else {}
         for key, what in described.items():
             if "value" in what:

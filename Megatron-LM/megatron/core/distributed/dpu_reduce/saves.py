@@ -135,23 +135,23 @@ def _who_is_here(stays: bool) -> tuple[list[bool], list[bool]]:
     """Return the present replicas and the staying replicas; the same on all ranks of all
     replicas."""
     count = job.replicas()
-    mine = torch.zeros(2 * count, dtype=torch.float64)
-    mine[job.replica()] = 1
-    mine[count + job.replica()] = stays
-    found = _summed(mine, "here")
-    return found[:count], found[count:]
+    own = torch.zeros(2 * count, dtype=torch.float64)
+    own[job.replica()] = 1
+    own[count + job.replica()] = stays
+    flags = _summed(own, "here")
+    return flags[:count], flags[count:]
 
 
 def _has_done(what: str, replica: int) -> bool:
     """Return whether all ranks of a replica reached this point; the same on all ranks of all
     replicas."""
-    mine = torch.zeros(job.replicas(), dtype=torch.float64)
-    mine[job.replica()] = 1
-    return _summed(mine, what)[replica]
+    own = torch.zeros(job.replicas(), dtype=torch.float64)
+    own[job.replica()] = 1
+    return _summed(own, what)[replica]
 
 
-def _summed(mine: torch.Tensor, what: str) -> list[bool]:
+def _summed(own: torch.Tensor, what: str) -> list[bool]:
     """Return, for each element, whether its sum over replicas is non-zero on every rank of this
     replica. Servers wait as long as a save takes; collectives inside a replica would time out."""
-    job.sum_over_replicas(mine, f"save/{what}", always=True)
-    return [not lacks for lacks in job.most_inside((mine == 0).int().tolist())]
+    job.sum_over_replicas(own, f"save/{what}", always=True)
+    return [not lacks for lacks in job.most_inside((own == 0).int().tolist())]

@@ -25,7 +25,7 @@ from .sums import GradSyncHandle
 
 if TYPE_CHECKING:
     from byteps.torch.server_bucket import BucketSpec, ServerBucket
-    from byteps.torch.server_tensor import GradientCheck, Place, Rule
+    from byteps.torch.server_tensor import GradientCheck, PlacedParameter, Rule
     from byteps.torch.wire import WireType
 
     from ..distributed_data_parallel import DistributedDataParallel
@@ -50,8 +50,8 @@ class _Quantized:
         were kept."""
         from ...fp8_utils import dequantize_fp8_tensor
 
-        kept = getattr(self._parameter, "get_high_precision_init_val", None)
-        values: torch.Tensor | None = kept() if kept is not None else None
+        high_precision = getattr(self._parameter, "get_high_precision_init_val", None)
+        values: torch.Tensor | None = high_precision() if high_precision is not None else None
         if values is None:
             return dequantize_fp8_tensor(self._parameter)
         self._parameter.clear_high_precision_init_val()
@@ -137,16 +137,18 @@ def make_server_buckets(
         ValueError: a parameter is a quantized group of parameters.
     """
     op: BucketOp = bucket.dpu_reduce_op
-    kept = () if op.kept is None else op.kept.parameters
+    bf16_parameters = () if op.bf16_part is None else op.bf16_part.parameters
     begins = {parameter: begin for parameter, (begin, _) in bucket.param_to_index.items()}
-    others = [parameter for parameter in bucket.params_list if parameter not in set(kept)]
+    others = [
+        parameter for parameter in bucket.params_list if parameter not in set(bf16_parameters)
+    ]
     specs = _specs(bucket, rule, average=average, in_order=in_order)
-    place, made = bytepslib.server_tensor.Place, []
+    place_at, made = bytepslib.server_tensor.PlacedParameter, []
     for spec, places, gradients in (
-        (specs.kept, _laid(kept), lambda: _taken_out(bucket)),
+        (specs.bf16, _laid(bf16_parameters), lambda: _taken_out(bucket)),
         (
             specs.others,
-            sorted((place(begins[p], p) for p in others), key=lambda one: one.begin),
+            sorted((place_at(begins[p], p) for p in others), key=lambda placed: placed.begin),
             lambda: bucket.grad_data,
         ),
     ):
@@ -163,25 +165,25 @@ def make_server_buckets(
                 group_of=group_of,
                 counts=counts,
                 check=check,
-                codecs=codecs_of([place.parameter for place in places]),
+                codecs=codecs_of([placed.parameter for placed in places]),
             )
         )
     return made
 
 
-def _laid(parameters: Sequence[torch.nn.Parameter]) -> list[Place]:
+def _laid(parameters: Sequence[torch.nn.Parameter]) -> list[PlacedParameter]:
     """Return places of parameters laid end to end, without gaps."""
-    places: list[Place] = []
+    places: list[PlacedParameter] = []
     for parameter in parameters:
         begin = places[-1].end if places else 0
-        places.append(bytepslib.server_tensor.Place(begin, parameter))
+        places.append(bytepslib.server_tensor.PlacedParameter(begin, parameter))
     return places
 
 
 def _taken_out(bucket: _ParamAndGradBucket) -> torch.Tensor:
     """Return the bucket's gradients that do not travel in few bits, laid end to end."""
-    kept: Kept = bucket.dpu_reduce_op.kept
-    return torch.cat([bucket.grad_data[begin:end] for begin, end in kept.ranges])
+    bf16_part: Kept = bucket.dpu_reduce_op.bf16_part
+    return torch.cat([bucket.grad_data[begin:end] for begin, end in bf16_part.ranges])
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class _Specs:
     Without few bits, all are in `others`."""
 
     others: BucketSpec
-    kept: BucketSpec
+    bf16: BucketSpec
 
 
 def _specs(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: bool) -> _Specs:
@@ -201,11 +203,11 @@ def _specs(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: 
         spec = make(op.name, grads.numel(), op.wire.memory, None)
         return _Specs(spec, spec)
     few = make(op.name, grads.numel(), param_dtype, op.wire)
-    if op.kept is None:
+    if op.bf16_part is None:
         return _Specs(few, few)
     return _Specs(
-        replace(few, gaps=op.kept.ranges),
-        make(op.kept.name_of(op), op.kept.numel, param_dtype, None),
+        replace(few, gaps=op.bf16_part.ranges),
+        make(op.bf16_part.name_of(op), op.bf16_part.numel, param_dtype, None),
     )
 
 
@@ -246,8 +248,8 @@ def _spec(
         pieces = bytepslib.node_groups.whole_pieces(numel, sums.node.size, 1)
         sums = replace(sums, name=name, pieces=tuple(pieces), wire_dtype=None)
     declarations = [
-        replace(one, dtype=dtype, wire_dtype=wire)
-        for one in sums.declarations(rank, grads.dtype, grads.device)
+        replace(declaration, dtype=dtype, wire_dtype=wire)
+        for declaration in sums.declarations(rank, grads.dtype, grads.device)
     ]
     members = declarations[0].group
     assert isinstance(members, Sequence)
@@ -290,8 +292,8 @@ def start_update(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | Non
         return None
     for bucket in bucket_group.buckets:
         if bucket.grad_data.numel() > 0:
-            for one in bucket.dpu_server_buckets:
-                bucket.dpu_optimizer.bucket_is_ready(one)
+            for server_bucket in bucket.dpu_server_buckets:
+                bucket.dpu_optimizer.bucket_is_ready(server_bucket)
     return GradSyncHandle([])
 
 
@@ -352,7 +354,7 @@ def norm_group_of(bucket: ServerBucket) -> str | None:
         ValueError: parameters of the bucket have different norms, because they were marked after
             DDP was built.
     """
-    names = {getattr(place.parameter, GRAD_NORM_GROUP_ATTR, None) for place in bucket.places}
+    names = {getattr(placed.parameter, GRAD_NORM_GROUP_ATTR, None) for placed in bucket.places}
     if len(names) > 1 or not names <= set(_NAMES):
         raise ValueError(
             f"--dpu-optimizer: parameters of a bucket have {GRAD_NORM_GROUP_ATTR} "
@@ -382,7 +384,7 @@ def norms_of(
     """
     parts = [part for buckets, group in kinds for part in _parts(buckets, group, norm_of, device)]
     *squares, zeros = (math.fsum(part) for part in zip(*parts, strict=True))
-    main, *own = (math.sqrt(one) * scale for one in squares)
+    main, *own = (math.sqrt(square) * scale for square in squares)
     return Norms(
         main=main, own=dict(zip(SEPARATE_GRAD_NORM_GROUPS, own, strict=True)), zeros=int(zeros)
     )
@@ -398,15 +400,15 @@ def _parts(
     squares: dict[str | None, list[float]] = {name: [] for name in _NAMES}
     for bucket in buckets:
         squares[norm_of[bucket]] += bucket.squares
-    mine = [math.fsum(squares[name]) for name in _NAMES]
-    mine.append(float(sum(bucket.zeros for bucket in buckets)))
+    own = [math.fsum(squares[name]) for name in _NAMES]
+    own.append(float(sum(bucket.zeros for bucket in buckets)))
     if buckets:  # If the ranks of a host sum first, each rank has the sums of its own parts only.
-        mine = [math.fsum(one) for one in zip(*buckets[0].of_host(mine), strict=True)]
+        own = [math.fsum(column) for column in zip(*buckets[0].of_host(own), strict=True)]
     if group.size() == 1:
-        return [mine]
-    one = torch.tensor(mine, dtype=torch.float64, device=device)
-    parts = [torch.empty_like(one) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, one, group=group)
+        return [own]
+    own_tensor = torch.tensor(own, dtype=torch.float64, device=device)
+    parts = [torch.empty_like(own_tensor) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own_tensor, group=group)
     return [part.tolist() for part in parts]
 
 
@@ -432,9 +434,9 @@ def keep_copies_alike(
     """
     if group.size() == 1:
         return
-    mine = [_spread(bucket.dpu_reduce_op) for bucket in _buckets(model_chunks, buffers)]
+    own = [_spread(bucket.dpu_reduce_op) for bucket in _buckets(model_chunks, buffers)]
     spreads: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(spreads, mine[0] if mine else None, group=group)
+    torch.distributed.all_gather_object(spreads, own[0] if own else None, group=group)
     if alike([spread for spread in spreads if spread is not None]):
         return
     log_single_rank(

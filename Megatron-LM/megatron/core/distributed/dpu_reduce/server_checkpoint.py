@@ -46,12 +46,12 @@ class SavedBox:
 
     begin: int
     end: int
-    place: ShardedTensor
+    sharded: ShardedTensor
     """Position of the box in the global tensor, without values."""
 
     def holding(self, values: torch.Tensor) -> ShardedTensor:
         """Return the box with a copy of these values."""
-        return replace(self.place, data=values.reshape(self.place.local_shape).clone())
+        return replace(self.sharded, data=values.reshape(self.sharded.local_shape).clone())
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
@@ -122,16 +122,16 @@ def saved_boxes(
         parts = list(nested_values([whole.build()]))
         if not all(p.data._base is blank and p.data.is_contiguous() for p in parts):
             return None
-    found = []
+    saved_parts = []
     for part in parts:
         first = part.data.storage_offset()
         last = first + part.data.numel()
         at = max(begin, first)
         for offset, size in boxes(part.local_shape, at - first, min(end, last) - first):
             until = at + math.prod(size)
-            found.append(SavedBox(begin=at, end=until, place=_boxed(part, offset, size)))
+            saved_parts.append(SavedBox(begin=at, end=until, sharded=_boxed(part, offset, size)))
             at = until
-    return found
+    return saved_parts
 
 
 def _boxed(part: ShardedTensor, offset: Shape, size: Shape) -> ShardedTensor:
@@ -194,8 +194,8 @@ def sharded_state(
     Raises:
         byteps.torch.BytePSError: a server is lost.
     """
-    found, _ = extract_sharded_tensors_and_factories(model_state)
-    sharded = {id(one.data): one for one in nested_values(found)}
+    tensors, _ = extract_sharded_tensors_and_factories(model_state)
+    sharded = {id(tensor.data): tensor for tensor in nested_values(tensors)}
     state = {}
     for number, bucket in enumerate(buckets):
         part = _whole(bucket, sharded, slots) if is_loading else _owned(bucket, sharded, slots)
@@ -218,13 +218,13 @@ def _whole(
     if not bucket.is_first:
         return {}
     return {
-        f"{place}.{name}": with_values(
+        f"{index}.{name}": with_values(
             sharded[id(parameter)],
             f"{_PREFIX}.{name}.{sharded[id(parameter)].key}",
             torch.empty(parameter.shape),
             copy=bucket.local,
         )
-        for place, (_, parameter) in enumerate(bucket.places)
+        for index, (_, parameter) in enumerate(bucket.places)
         for name in slots
     }
 
@@ -234,26 +234,26 @@ def _owned(
 ) -> dict[str, ShardedBase]:
     """Return the values that this rank saves of a bucket."""
     places = [
-        (place, first, parameter, sharded[id(parameter)])
-        for place, (first, parameter) in enumerate(bucket.places)
+        (index, first, parameter, sharded[id(parameter)])
+        for index, (first, parameter) in enumerate(bucket.places)
         if is_saved(sharded[id(parameter)])
     ]
     saved: dict[str, ShardedBase] = {}
     for slot, name in enumerate(slots):
-        for place, first, parameter, model_parameter in places:
+        for index, first, parameter, model_parameter in places:
             key = f"{_PREFIX}.{name}.{model_parameter.key}"
             if saved_boxes(model_parameter, key, 0, 0) is not None:
                 continue
             # This parameter cannot be cut: the rank with its first element saves all of it.
-            mine = any(begin <= first < end for begin, end in bucket.owned)
-            whole = bucket.gather(slot, first, first + parameter.numel(), wanted=mine)
+            has_first = any(begin <= first < end for begin, end in bucket.owned)
+            whole = bucket.gather(slot, first, first + parameter.numel(), wanted=has_first)
             if whole is not None:
                 values = whole.view(parameter.shape)
-                saved[f"{place}.{name}"] = with_values(model_parameter, key, values)
+                saved[f"{index}.{name}"] = with_values(model_parameter, key, values)
         for begin, end in bucket.owned:
             cut = [
-                (f"{place}.{name}", first, box)
-                for place, first, parameter, model_parameter in places
+                (f"{index}.{name}", first, box)
+                for index, first, parameter, model_parameter in places
                 if first < end and begin < first + parameter.numel()
                 for box in saved_boxes(
                     model_parameter,
@@ -266,8 +266,8 @@ def _owned(
             values = bucket.read(slot, begin, end) if cut else torch.empty(0)
             for short, first, box in cut:
                 at = first + box.begin
-                one = values[at - begin : at - begin + box.end - box.begin]
-                saved[f"{short}.{at}"] = box.holding(one)
+                part = values[at - begin : at - begin + box.end - box.begin]
+                saved[f"{short}.{at}"] = box.holding(part)
     return saved
 
 
@@ -299,24 +299,24 @@ def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
         return
     keys = [key for key in param_group_identifier_keys if key not in _RATES]
 
-    def by_kind(some: Sequence[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
+    def by_kind(param_groups: Sequence[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
         kinds: dict[Any, list[dict[str, Any]]] = {}
-        for group in some:
+        for group in param_groups:
             kind = tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
             kinds.setdefault(kind, []).append(group)
         return kinds
 
     saved = by_kind(state["optimizer"]["param_groups"])
-    for kind, mine in by_kind(groups).items():
+    for kind, own in by_kind(groups).items():
         theirs = saved.get(kind, [])
-        if len(theirs) != len(mine):
+        if len(theirs) != len(own):
             raise ValueError(
                 f"--use-checkpoint-opt_param-scheduler: the checkpoint has {len(theirs)} parameter "
                 f"groups of the kind {dict(zip(keys, kind, strict=True))}, and this job has "
-                f"{len(mine)}: give it the rates as arguments"
+                f"{len(own)}: give it the rates as arguments"
             )
-        for group, one in zip(mine, theirs, strict=True):
-            group.update({key: one[key] for key in _RATES if key in one})
+        for group, saved_group in zip(own, theirs, strict=True):
+            group.update({key: saved_group[key] for key in _RATES if key in saved_group})
 
 
 def load(
@@ -343,8 +343,8 @@ def load(
             bucket.load(
                 slot,
                 {
-                    parameter: values[f"{number}.{place}.{name}"]
-                    for place, (_, parameter) in enumerate(bucket.places)
+                    parameter: values[f"{number}.{index}.{name}"]
+                    for index, (_, parameter) in enumerate(bucket.places)
                 },
             )
     return steps.pop() if steps else None

@@ -169,10 +169,14 @@ class RanksAndServers(ChainedOptimizer):
     """Ranks update matrices and servers the rest, in the same step."""
 
     def __init__(self, ranks: RanksPart, served: ServerOptimizer) -> None:
-        mine = ranks.optimizer
+        rank_optimizer = ranks.optimizer
         # A subclass of ChainedOptimizer divides its matrices over ranks, so it must stay one
         # optimizer.
-        parts = mine.chained_optimizers if type(mine) is ChainedOptimizer else [mine]
+        parts = (
+            rank_optimizer.chained_optimizers
+            if type(rank_optimizer) is ChainedOptimizer
+            else [rank_optimizer]
+        )
         super().__init__([*parts, served])
         self._served = served
 

@@ -188,7 +188,7 @@ class ServerOptimizer(MegatronOptimizer):
         for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
             if bucket.grad_data.numel() == 0 or not bucket.dpu_reduce_op.updated:
                 continue
-            mine = make_server_buckets(
+            made = make_server_buckets(
                 bucket,
                 average=chunk.ddp_config.average_in_collective,
                 rule=self._rule,
@@ -199,18 +199,20 @@ class ServerOptimizer(MegatronOptimizer):
                 counts_zeros=self._counts_zeros,
                 checked=names if checks else None,
             )
-            bucket.dpu_server_buckets, bucket.dpu_optimizer = mine, self
-            taken += mine
+            bucket.dpu_server_buckets, bucket.dpu_optimizer = made, self
+            taken += made
             if chunk.ddp_config.overlap_grad_reduce and not any(
                 summed_later(parameter, names[parameter]) for parameter in bucket.params_list
             ):
-                self._early.update(mine)
+                self._early.update(made)
         for buffer in buffers:
             # verl moves a buffer's parameters to the host and back by this attribute, as with
             # Megatron's distributed optimizer. It covers only the first bucket; there is only one
             # unless gradients are sent during the backward pass.
-            for one in getattr(next(iter(buffer.buckets), None), "dpu_server_buckets", [])[:1]:
-                buffer.param_data = one.parameters
+            for server_bucket in getattr(
+                next(iter(buffer.buckets), None), "dpu_server_buckets", []
+            )[:1]:
+                buffer.param_data = server_bucket.parameters
         return taken
 
     def _group_of(self) -> dict[torch.Tensor, int]:
@@ -225,9 +227,9 @@ class ServerOptimizer(MegatronOptimizer):
         """Return whether Megatron's norm counts this rank's copy of a parameter."""
         groups = {"tp_group": self.tp_group, "expert_tp_group": self.expert_tp_group}
         # Megatron 0.18 asks the dense group for experts, too.
-        asked = inspect.signature(param_is_not_tensor_parallel_duplicate).parameters
+        accepted = inspect.signature(param_is_not_tensor_parallel_duplicate).parameters
         return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-            parameter, **{name: group for name, group in groups.items() if name in asked}
+            parameter, **{name: group for name, group in groups.items() if name in accepted}
         )
 
     # ------------------------------------------------------------------- a step
@@ -403,7 +405,7 @@ class ServerOptimizer(MegatronOptimizer):
 
     def served(self) -> set[torch.Tensor]:
         """Return the parameters that servers update."""
-        return {place.parameter for bucket in self._buckets for place in bucket.places}
+        return {placed.parameter for bucket in self._buckets for placed in bucket.places}
 
     def facts_of_steps(self) -> dict[str, int]:
         """Return the step counts for a joining replica. Afterwards the servers have the parameters

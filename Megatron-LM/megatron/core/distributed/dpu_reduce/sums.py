@@ -62,8 +62,8 @@ class GradSyncHandle:
             byteps.torch.BytePSError: a push-pull failed; the text names the peer.
         """
         pending, self._pending = self._pending, []
-        for one in pending:
-            one.wait()
+        for operation in pending:
+            operation.wait()
 
 
 def goes_through_servers(bucket_group: _ParamAndGradBucketGroup) -> bool:
@@ -109,11 +109,11 @@ def start_grad_sync(
 
 
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
-    if op.kept is None:
+    if op.bf16_part is None:
         return _start_all(bucket, op, sharded=sharded, average=average)
     # The values that stay bf16 are taken out first, so that they influence no block's scale.
-    kept = op.kept.start(op, bucket.grad_data, average=average)
-    return kept.after(_start_all(bucket, op, sharded=sharded, average=average))
+    bf16_operation = op.bf16_part.start(op, bucket.grad_data, average=average)
+    return bf16_operation.after(_start_all(bucket, op, sharded=sharded, average=average))
 
 
 def _start_all(
@@ -237,8 +237,8 @@ _known: weakref.WeakKeyDictionary[_Group, Reductions] = weakref.WeakKeyDictionar
 
 def forget() -> None:
     """Reset: the sums of each group get new names."""
-    for one in _known.values():
-        one.close()
+    for reductions in _known.values():
+        reductions.close()
     _known.clear()
 
 

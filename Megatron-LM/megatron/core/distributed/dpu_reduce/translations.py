@@ -92,8 +92,8 @@ _LAYER_WISE = (
     ),
 )
 _WITHOUT_SHARDS = tuple(
-    (why, tuple(one for one in some if one.name != "use_distributed_optimizer"))
-    for why, some in _IN_ARGUMENTS
+    (why, tuple(setting for setting in settings if setting.name != "use_distributed_optimizer"))
+    for why, settings in _IN_ARGUMENTS
 )
 """Settings to switch off with Muon: all but ``--use-distributed-optimizer``, which divides matrices
 over ranks."""
@@ -217,13 +217,15 @@ def _keep_dtypes(args: Namespace) -> None:
 
 def _drop(source: object, settings: Sequence[tuple[str, Sequence[_Setting]]]) -> str:
     """Switch the settings off; return a log message, or an empty string."""
-    told = []
-    for why, some in settings:
+    replaced = []
+    for why, of_reason in settings:
         flags = []
-        for one in some:
-            if getattr(source, one.name, None) not in (None, False, one.becomes):
-                setattr(source, one.name, one.becomes)
-                flags.append(one.flag)
+        for setting in of_reason:
+            if getattr(source, setting.name, None) not in (None, False, setting.becomes):
+                setattr(source, setting.name, setting.becomes)
+                flags.append(setting.flag)
         if flags:
-            told.append(f"{', '.join(flags)} ({why})")
-    return f"dpu_reduce: --dpu-optimizer takes the place of {'; '.join(told)}" if told else ""
+            replaced.append(f"{', '.join(flags)} ({why})")
+    return (
+        f"dpu_reduce: --dpu-optimizer takes the place of {'; '.join(replaced)}" if replaced else ""
+    )
