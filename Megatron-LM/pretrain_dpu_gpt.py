@@ -14,8 +14,8 @@ Unless a tokenizer is given, the data are bytes: tokens 0 to 255, and 256 betwee
 ``scripts/prepare_data.py`` of Megatron-BytePS writes them. ``--record-steps FILE`` writes the loss
 of every step, not rounded, and a checksum of the final parameters.
 
-``--hf-model FOLDER`` trains a Hugging Face model instead, all of it or ``--lora`` adapters, and
-``--hf-save FOLDER`` writes it back, by the package ``megatron_byteps_hf`` of Megatron-BytePS.
+``--hf-model FOLDER`` trains a Hugging Face model instead, all of it or ``--lora`` adapters.
+``--hf-save FOLDER`` writes it back. Both use the package ``megatron_byteps_hf`` of Megatron-BytePS.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def get_batch(
 ) -> list[torch.Tensor | None]:
     """Return the next micro-batch on this rank's device, in the order of ``_BATCH_KEYS``.
 
-    With context parallelism it has only this rank's part of the sequence. Pipeline stages between
-    the first and the last get ``None``.
+    With context parallelism the batch has only this rank's part of the sequence. Pipeline stages
+    between the first and the last get ``None``.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH_KEYS)
@@ -84,7 +84,7 @@ def get_batch(
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build the training, validation and test datasets; called on every rank."""
+    """Build the training, validation and test datasets. Every rank calls this."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -108,7 +108,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     ).build()
 
 
-# Each rank builds its own datasets; otherwise a tensor-parallel group's rank 0 would build all.
+# Each rank builds its own datasets. Otherwise rank 0 of a tensor-parallel group would build those
+# of the group.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined] # Megatron looks for it
 
 
@@ -120,7 +121,7 @@ def loss_func(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the losses of the micro-batch's tokens, the number of tokens, and both for
     the log."""
-    assert loss_mask is not None  # Only the last stage calls this, and it has a mask.
+    assert loss_mask is not None  # only the last stage calls this function, and it has a mask
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -140,7 +141,7 @@ def forward_step(
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
     run = model.build_schedule_plan if return_schedule_plan else model
-    # Multi-token prediction has its own losses over the same tokens.
+    # Multi-token prediction computes losses of its own over the same tokens.
     output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
@@ -152,8 +153,8 @@ class StepRecorder:
     """Writes one JSON object per line: each step's loss, then a checksum of the parameters and the
     peak of allocated GPU memory.
 
-    Losses are averages over all tokens of the step on all ranks, written with full precision. Only
-    the first rank that has the loss writes.
+    Losses are averages over all tokens of the step on all ranks, with full precision. Only the
+    first rank that has the loss writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -189,7 +190,8 @@ class StepRecorder:
             for name, parameter in sorted(model.named_parameters()):
                 digest.update(name.encode())
                 data = parameter.detach()
-                if hasattr(data, "to_local"):  # FSDP2: of its shard.
+                # With FSDP2, the checksum is that of the rank's shard.
+                if hasattr(data, "to_local"):
                     data = data.to_local()
                 data = data.cpu().contiguous().view(-1).view(torch.uint8)
                 digest.update(data.numpy().tobytes())

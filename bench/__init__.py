@@ -1,1 +1,1 @@
-"""Benchmarks, a folder each. `kit` has their common code."""
+"""Benchmarks, one folder each. `kit` has the code that they share."""

@@ -214,7 +214,7 @@ def demand_device(device: str) -> None:
     """Raise ValueError if this machine does not have the device."""
     if device != "cuda":
         return
-    import torch  # Imported here: it takes seconds.
+    import torch  # imported here, because the import takes seconds
 
     if torch.cuda.device_count() == 0:
         raise ValueError(
@@ -267,20 +267,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: what was started has been ended", file=sys.stderr)
         return 130
-    if run is None:  # Another rank reports.
+    if run is None:  # another rank reports
         return 0
     return report(run, gates, options, sys.argv[1:] if arguments is None else arguments)
 
 
 def measure(plan: Plan) -> Run | None:
-    """Run the plan; returns None on ranks of a job that do not report."""
+    """Run the plan. Return None on ranks of a job that do not report."""
     return run_in_cluster(plan) if in_cluster(os.environ) else run_plan(plan)
 
 
 def report(
     run: Run, gates: Sequence[Gate], options: argparse.Namespace, arguments: Sequence[str]
 ) -> int:
-    """Print and write the results; return the exit status."""
+    """Print and write the results. Return the exit status."""
     meta = metadata(arguments)
     print(header(meta, run.plan))
     if not run.quiet:

@@ -1,8 +1,8 @@
-"""The project's own programs."""
+"""Programs of this project."""
 
 import sys
 from pathlib import Path
 
-# The package `byteps.patching` must be found even if byteps is neither built nor installed. An
-# installed one comes first.
+# Scripts must find the package `byteps.patching` even if byteps is neither built nor installed. An
+# installed byteps comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "byteps"))  # noqa: TID251

@@ -21,8 +21,8 @@ SERVICES = ("pypi", "osv")
 
 
 def ask(program: Path, service: str, lock: Path, ignored: Sequence[str]) -> tuple[int, str]:
-    """Return 0, FOUND or UNREACHABLE for the packages of a lock, and pip-audit's output."""
-    # Strict: without this, a package that cannot be looked up would count as safe.
+    """Return 0, FOUND or UNREACHABLE for the packages of a lock. Also return pip-audit's output."""
+    # Without --strict, a package that cannot be looked up would count as safe.
     command: list[str | Path] = [program, "--strict", "--disable-pip", "--require-hashes"]
     command += ["--requirement", lock, "--vulnerability-service", service, "--desc", "off"]
     command += [word for number in ignored for word in ("--ignore-vuln", number)]

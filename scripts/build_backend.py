@@ -1,8 +1,8 @@
 """Build backend of the distribution: scikit-build-core, applied to the patched BytePS.
 
 If the tree build/byteps is missing, or has a git repository as in a checkout,
-`scripts/apply_patches.sh` makes or updates it. This script may fetch upstream's source distribution
-with pip. The project's own source distribution contains the tree, so nothing is fetched.
+`scripts/apply_patches.sh` makes or updates it. That script may fetch upstream's source distribution
+with pip. The project's own source distribution contains the tree, so nothing is fetched for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from scikit_build_core import build as skbuild
 from scikit_build_core.build import prepare_metadata_for_build_wheel
 
-# An editable installation would show the tree's copies: `make setup` links the overlay instead.
+# Editable installations are left out, because they would use the tree's copies. `make setup` links
+# the overlay instead.
 __all__ = [
     "build_sdist",
     "build_wheel",
@@ -35,7 +36,7 @@ def _assemble() -> None:
     """Make or update the tree.
 
     Raises:
-        SystemExit: this failed; the script has printed the reason.
+        SystemExit: this failed. The script has printed the reason.
     """
     if _TREE.is_dir() and not (_TREE / ".git").exists():
         return
@@ -46,7 +47,7 @@ def _assemble() -> None:
 
 
 def drop_moved_build(settings: Settings) -> None:
-    """Deletes a build folder that was made under another path: CMake refuses to use it."""
+    """Delete a build folder that was made under another path, because CMake refuses to use it."""
     folder = Path(str((settings or {}).get("build-dir") or _ROOT / "build/none")).resolve()
     cache = folder / "CMakeCache.txt"
     if cache.is_file() and f"CMAKE_CACHEFILE_DIR:INTERNAL={folder}\n" not in cache.read_text():
@@ -54,7 +55,7 @@ def drop_moved_build(settings: Settings) -> None:
 
 
 def _fetcher() -> list[str]:
-    """Return the requirements of `_assemble`: an isolated build has no pip."""
+    """Return the packages that `_assemble` needs. An isolated build has no pip by itself."""
     return [] if _TREE.is_dir() else ["pip"]
 
 

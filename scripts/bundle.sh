@@ -74,7 +74,7 @@ fail() {
 
 python="$root/build/venv/bin/python"
 [[ -x $python && -x $root/build/venv/bin/byteps-server ]] || fail "there is no build: run make setup"
-# build/venv-hf has Ray, too, and build/venv-rl has everything.
+# build/venv-hf also has Ray, and build/venv-rl has everything.
 extra=""
 if ((${#with[@]} > 0)); then
   extra="$root/build/venv-ray/bin/python"
@@ -82,7 +82,7 @@ if ((${#with[@]} > 0)); then
   if [[ " ${with[*]} " == *" rl "* ]]; then extra="$root/build/venv-rl/bin/python"; fi
   [[ -x $extra ]] || fail "$extra is missing: run scripts/setup.sh ${with[*]/#/--}"
 fi
-# Hydra needs its own version of omegaconf: one lock for all packages.
+# Hydra needs another version of omegaconf, so all packages must come from one lock.
 packages="$("${extra:-$python}" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
 # Only an earlier bundle is overwritten.
@@ -119,13 +119,13 @@ find "$part" -name __pycache__ -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- shared libraries
 
-# Libraries of C and of the compilers belong to the machine: newer versions run programs that were
-# linked with older versions.
+# Libraries of C and of compilers belong to the machine: their newer versions run programs that were linked with older
+# ones.
 is_the_machines() {
   case "$1" in
     libc.so.* | libm.so.* | libdl.so.* | libpthread.so.* | librt.so.* | libresolv.so.*) return 0 ;;
     ld-linux* | libstdc++.so.* | libgcc_s.so.* | libpython*) return 0 ;;
-    # The GPU's driver, and libraries that come with PyTorch.
+    # The GPU's driver belongs to the machine. Other libraries come with PyTorch.
     libcuda.so.* | libnvidia* | libcudart.so.* | libnccl.so.* | libtorch* | libc10*) return 0 ;;
     *) return 1 ;;
   esac
@@ -148,9 +148,9 @@ if ((${#with[@]} > 0)); then
 fi
 
 cat >"$part/activate" <<'TEXT'
-# To be read by a shell: `. FOLDER/activate`. Prepends this folder to what the shell has.
+# A shell reads this file: `. FOLDER/activate`. It puts this folder before the paths that the shell has.
 bundle="$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd)"
-# Packages come compressed where they are many. A folder that is there is whole.
+# Groups of many packages are compressed. A folder that exists is complete.
 if [ ! -d "$bundle/python" ]; then
   rm -rf "$bundle/python.new" &&
     python3 -c 'import sys, tarfile

@@ -24,14 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Packages that a part of the project adds to a bundle."""
+    """Packages that one part of the project adds to a bundle."""
 
     package: str
     """The project's own package, in the checkout."""
     distributions: tuple[str, ...]
     """Distributions whose files are copied."""
     expected: tuple[str, ...]
-    """Distributions that the machine must have: large, or part of most installations of PyTorch."""
+    """Distributions that the machine must have, because they are large, or part of most
+    installations of PyTorch."""
     needs: tuple[str, ...] = ()
     """Other parts that are included."""
 
@@ -61,13 +62,13 @@ PARTS = {
         distributions=(
             *("verl", "tensordict", "torchdata", "codetiming", "datasets", "dill", "multiprocess"),
             *("hydra-core", "omegaconf", "antlr4-python3-runtime", "cachetools", "pyvers"),
-            # Imported by tensordict, datasets and verl's servers.
+            # tensordict, datasets and verl's servers import these.
             *("orjson", "importlib-metadata", "lazy-importer", "opentelemetry-api"),
             *("fastapi", "starlette", "uvicorn"),
             # verl accepts no later version of transformers.
             *("transformers", "tokenizers"),
             *("transferqueue", "msgspec", "prometheus-client", "pyzmq"),
-            # Imported by Megatron-Bridge when verl asks it for training settings.
+            # Megatron-Bridge imports these when verl asks it for training settings.
             *("megatron-energon", "braceexpand", "filetype", "mfusepy", "rapidyaml", "deprecation"),
             *("webdataset", "multi-storage-client", "jmespath", "lark", "prettytable", "wcwidth"),
             *("pyroute2", "wcmatch", "bracex", "xattr", "cffi", "pycparser"),
@@ -84,20 +85,20 @@ ALWAYS = ("torch", "einops", "omegaconf", "packaging", "psutil", "pyyaml")
 """Distributions available with any bundle: PyTorch on the machine, the others from
 scripts/bundle.sh."""
 UNNEEDED = (
-    *("comet-ml", "mlflow", "tensorboard", "wandb"),  # Record runs.
+    *("comet-ml", "mlflow", "tensorboard", "wandb"),  # record runs
     *("flash-linear-attention", "flashinfer-cubin", "flashinfer-python"),
-    *("fast-hadamard-transform", "ninja", "pybind11"),  # Build kernels.
+    *("fast-hadamard-transform", "ninja", "pybind11"),  # build kernels
     *("diffusers", "mistral-common", "open-clip-torch", "qwen-vl-utils", "timm"),
     *("nvidia-resiliency-ext", "pylatexenc", "s3fs", "tzdata"),
-    *("datasets", "hydra-core"),  # Required only by Megatron-Bridge.
-    "megatron-core",  # The bundle has its own, patched.
+    *("datasets", "hydra-core"),  # required only by Megatron-Bridge
+    "megatron-core",  # the bundle has its own, patched
 )
-"""Requirements that are imported only by unused code."""
+"""Requirements that only unused code imports."""
 LEFT_OUT = (
     *("ray/jars/", "ray/cpp/", "ray/rllib/", "ray/dashboard/client/"),
     *("pulp/solverdir/", "multistorageclient/explorer/static/", "multiprocess/tests/", "tests/"),
 )
-"""Unneeded, mostly large folders: Java, C++, other libraries on Ray, the dashboard's pages,
+"""Large folders that nothing needs: Java, C++, other libraries on Ray, the dashboard's pages,
 solvers, and the tests of verl and others."""
 _LARGE_BYTES = 1 << 20
 
@@ -113,8 +114,7 @@ def requirements(distribution: str) -> set[str]:
 
 
 def forgotten(parts: Iterable[Part]) -> dict[str, set[str]]:
-    """Return requirements of these parts' distributions that nothing accounts for, by
-    distribution."""
+    """Return requirements of these parts' distributions that no list covers, by distribution."""
     parts = tuple(parts)
     copied = [name for part in parts for name in part.distributions]
     expected = [name for part in parts for name in part.expected]

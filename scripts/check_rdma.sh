@@ -29,7 +29,7 @@ TEXT
 
 # ---- state of the checks: device, port, host and interface are set below
 
-# Another root checks a copy of another machine: a tree with sys/, dev/ and proc/.
+# CHECK_RDMA_ROOT names a copy of another machine to check: a tree with sys/, dev/ and proc/.
 root=${CHECK_RDMA_ROOT:-}
 errors=0
 warnings=0
@@ -103,7 +103,7 @@ may_lock_all() {
   [[ -n $effective ]] && (((16#$effective >> 14) & 1)) # CAP_IPC_LOCK
 }
 
-# Each connection registers a few megabytes, and values in flight up to a gigabyte.
+# Each connection registers a few megabytes; values in flight register up to a gigabyte.
 check_locked_memory() {
   local limit kib=1048576
   limit=$(ulimit -l)
@@ -153,7 +153,7 @@ interface_of() {
   echo "$name"
 }
 
-# own_interface prints the job's interface: that of the address, if it is known.
+# own_interface prints the job's interface: the one with the job's address, if that is known.
 own_interface() {
   if [[ -n $interface ]]; then
     echo "$interface"
@@ -251,7 +251,7 @@ usable_gids() {
     index=${file##*/}
     gid=$(content "$file")
     [[ -n $gid && $gid != 0000:0000:0000:0000:0000:0000:0000:0000 && $gid != fe80:* ]] || continue
-    # Reading the type of an unused entry fails.
+    # Reading the type of an unused entry fails, so the error is ignored.
     echo "$index $(content "$(port_folder)/gid_attrs/types/$index" | tr ' ' -) $gid"
   done
 }

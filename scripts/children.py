@@ -1,7 +1,7 @@
 """Child processes, and the ports and GPUs that they get.
 
 Training, benchmarks and tests start all their processes with this module. Each child has a log, is
-waited for with a deadline, and is ended by its pid.
+waited for with a deadline, and is ended by its process id.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LAUNCHER_VARIABLES = frozenset(
         *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
-"""Variables that torchrun sets for a worker, in addition to TORCHELASTIC_..."""
+"""Variables that torchrun sets for a worker. Those named TORCHELASTIC_... are left out."""
 
 
 class Late(AssertionError):
-    """An event missed its deadline; the text has the last lines of the logs."""
+    """Error of an event that missed its deadline. The text has the last lines of the logs."""
 
 
 def captured(
@@ -55,7 +55,7 @@ def captured(
 
 
 def server_executable() -> str:
-    """Return the path of byteps-server, next to this Python or on PATH. Raises
+    """Return the path of byteps-server: next to this Python, or on PATH. Raises
     FileNotFoundError."""
     beside = Path(sys.executable).parent / "byteps-server"
     executable = str(beside) if beside.exists() else shutil.which("byteps-server")
@@ -75,12 +75,12 @@ def last_lines(log: Path, lines: int = 15) -> str:
 
 
 class Spawned:
-    """A child process; it ends when this process ends.
+    """Child process that ends when this process ends.
 
     Args:
         title: name for messages. The log is a file of this name in ``folder``, without spaces.
         command: words of the command.
-        env: its complete environment.
+        env: complete environment of the child.
         folder: folder of its log, and its working directory unless ``cwd`` is given.
     """
 
@@ -103,8 +103,8 @@ class Spawned:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # In its own session the child does not get Ctrl-C: this process gets it, and ends
-                # its children.
+                # In a session of its own, the child does not get Ctrl-C. This process gets it, and
+                # ends its children.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
@@ -116,7 +116,7 @@ class Spawned:
 
     @property
     def status(self) -> int | None:
-        """Exit status, -n if signal n ended it; None while it is running."""
+        """Exit status. -n if signal n ended the process; None while it is running."""
         return self._process.poll()
 
     @property
@@ -138,14 +138,14 @@ class Spawned:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and all processes in its session, and wait until it has ended."""
+        """Kill the process and all processes in its session. Wait until it has ended."""
         if self.running:
-            os.killpg(self.pid, signal.SIGKILL)  # The session was created for it.
+            os.killpg(self.pid, signal.SIGKILL)  # the session was created for this child
         self._process.wait()
 
 
 def end_all(processes: Iterable[Spawned], grace_s: float) -> None:
-    """Send SIGTERM to all, and kill those still running after ``grace_s`` seconds."""
+    """Send SIGTERM to all. After ``grace_s`` seconds, kill those that still run."""
     ending = list(processes)
     for process in ending:
         process.send(signal.SIGTERM)
@@ -160,8 +160,8 @@ def end_all(processes: Iterable[Spawned], grace_s: float) -> None:
 def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
     """Return the first of ``count`` consecutive free ports on this address of the machine.
 
-    They are outside the kernel's ephemeral range, from which another node of the job might get a
-    port first.
+    The ports are outside the kernel's ephemeral range: another node of the job might get a port of
+    that range first.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
     lowest = int(given.split()[0])
@@ -177,20 +177,20 @@ def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
 
 
 def outnumbered(ranks: int) -> bool:
-    """Return whether this many ranks must share GPUs of this machine. NCCL refuses that for ranks
-    of the same host."""
+    """Return whether this many ranks must share this machine's GPUs. NCCL refuses that for ranks of
+    the same host."""
     return 0 < count_gpus() < ranks
 
 
 def place_among(number: int, per_machine: int) -> dict[str, str]:
-    """Return the variables of rank ``number`` if ``per_machine`` ranks have a GPU each. Such ranks
-    form a host for NCCL, which does not allow two ranks of a host to share a GPU."""
+    """Return the variables of rank ``number`` if ``per_machine`` ranks have a GPU each. NCCL takes
+    such a set of ranks for a host, because it does not let two ranks of a host share a GPU."""
     machine, local = divmod(number, per_machine)
     return {"LOCAL_RANK": str(local), "NCCL_HOSTID": f"machine{machine}"}
 
 
 def some_gpus(first: int, count: int) -> str:
-    """Return ``count`` GPUs of this machine from the ``first`` on, wrapping around, for
+    """Return ``count`` GPUs of this machine, beginning at ``first`` and wrapping around, for
     CUDA_VISIBLE_DEVICES."""
     gpus = _gpus()
     return ",".join(gpus[(first + i) % len(gpus)] for i in range(count))
@@ -207,8 +207,8 @@ def _gpus() -> list[str]:
         return [gpu for gpu in given.split(",") if gpu]
     if not any(GPUS_OF_DRIVER.glob("*")):
         return []
-    import torch  # Imported here, because most programs that start processes do not need torch.
+    import torch  # imported here, because most programs that start processes do not need torch
 
-    # The driver may know GPUs that this container lacks; torch counts the visible ones without
+    # The driver may know GPUs that this container lacks. torch counts the visible ones, without
     # starting CUDA.
     return [str(i) for i in range(torch.cuda.device_count())]

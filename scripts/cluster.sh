@@ -159,15 +159,15 @@ ranks=$((${#workers[@]} * 10#$nproc))
 address=${hosts[${schedulers[0]}]##*@}
 master=${hosts[${workers[0]}]##*@}
 
-# on_host ACTION JOB PROCESS ARGUMENT...: sent to each host, and run there. Each process of a job has its own folder
-# there, with log and pid (the leader of its process group). `secret` is the job's; empty: none.
+# on_host ACTION JOB PROCESS ARGUMENT...: this function is sent to each host and run there. Each process of a job has a
+# folder there, with its log and its pid (the leader of its process group). `secret` is the job's; empty: none.
 # shellcheck disable=SC2329 # it is sent as text
 on_host() {
   action=$1 job=/tmp/megatron-byteps-$(id -u)-$2 folder=/tmp/megatron-byteps-$(id -u)-$2/$3
   shift 3
 
-  # Whether the group still has a process. The pid alone may have been reused; the folder's name in the environment of
-  # the processes identifies them.
+  # alive: succeeds if the group still has a process. The pid may have been reused, so the name of the folder in the
+  # processes' environment identifies them.
   alive() {
     [[ -s $folder/pid ]] || return 1
     pid=$(<"$folder/pid")
@@ -213,7 +213,7 @@ on_host() {
       fi
       ;;
     table)
-      # table JOB PROCESS: shows the cluster's status, from the scheduler on this host
+      # table JOB PROCESS: shows the status of the cluster, from the scheduler on this host
       alive || exit 0
       port=$(grep -xF -A 1 -e --status-port "$folder/command" | tail -n 1)
       "$(head -n 1 "$folder/command")/scripts/status.sh" "127.0.0.1:$port"
@@ -239,7 +239,7 @@ on_host() {
   esac
 }
 
-# remote INDEX ACTION ARGUMENT...: runs on_host on that entry's host.
+# remote INDEX ACTION ARGUMENT...: runs on_host on the host of that entry.
 remote() {
   local i=$1 what=$2
   shift 2
@@ -250,7 +250,7 @@ remote() {
     "${reach[@]}" "${hosts[i]}" "$quoted" 2>&1
 }
 
-# Environment variables of every process.
+# Environment variables of every process of the job.
 environment=()
 if [[ $tls != 0 ]]; then
   environment=("BYTEPS_TLS=$tls")

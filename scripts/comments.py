@@ -31,7 +31,8 @@ WITH_HASHES = (
 
 
 def of_lines(source: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int, bool, str]]:
-    """Yield comment lines after a mark: line, column, no code precedes it, text."""
+    """Yield each comment line after a mark as a tuple: line, column, whether no code precedes it,
+    text."""
     for number, line in enumerate(source.splitlines(), start=1):
         if match := mark.search(line):
             yield number, match.start(), not line[: match.start()].strip(), match[1]
@@ -65,7 +66,7 @@ def wrong(path: str, source: str) -> Iterator[str]:
 
 
 def main() -> str:
-    """Check all files that git tracks or would add, and get the messages."""
+    """Check all files that git tracks or would add. Return the messages."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     listed = check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     checked = (".py", ".pyi", *WITH_SLASHES, *WITH_HASHES)

@@ -29,7 +29,7 @@ UNPACKED = ROOT / "build/corpora"
 def unpack(archive: Path = ARCHIVE, below: Path = UNPACKED) -> Path:
     """Unpack the archive, unless that was already done.
 
-    Several processes may do so concurrently. The folder must not be changed: see `change`.
+    Several processes may do so at the same time. The folder must not be changed: see `change`.
 
     Returns:
         a folder with a subfolder for each fuzzer.
@@ -44,7 +44,7 @@ def unpack(archive: Path = ARCHIVE, below: Path = UNPACKED) -> Path:
             try:
                 made.rename(folder)
             except OSError:
-                if not folder.exists():  # Otherwise another process was faster.
+                if not folder.exists():  # if it exists, another process was faster
                     raise
     return folder
 
@@ -80,7 +80,7 @@ def add(target: str, inputs: Iterable[Path]) -> None:
     files = list(inputs)
 
     def copy_into(folder: Path) -> None:
-        (folder / target).mkdir(exist_ok=True)  # A new fuzzer has no folder.
+        (folder / target).mkdir(exist_ok=True)  # a new fuzzer has no folder yet
         for file in files:
             data = file.read_bytes()
             # Name that libFuzzer would use.
@@ -106,11 +106,12 @@ LIMIT_S = 3600
 
 
 class Found(Exception):
-    """A fuzzer found a failure; the text has its last output and the path of the input."""
+    """Error of a fuzzer that found a failure. The text has the fuzzer's last output, and the path
+    of the input."""
 
 
 def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
-    """Run a target; new inputs are added to build/fuzz, not to the corpus.
+    """Run a fuzzer. New inputs go to build/fuzz, not to the corpus.
 
     Args:
         folder: folder of the programs.
@@ -154,7 +155,7 @@ def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
 
 
 def keep(folder: Path, target: str) -> int:
-    """Add inputs that increase coverage to the corpus; return its number of files."""
+    """Add inputs that increase coverage to the corpus. Return the corpus's number of files."""
     command: list[str | Path] = [folder / f"{target}_fuzzer", "-merge=1", "-close_fd_mask=3"]
 
     def merge(unpacked: Path) -> None:

@@ -63,7 +63,7 @@ while (($#)); do
 done
 ((${#images[@]})) || images=(server worker)
 
-# A variable of the caller overrides the file.
+# A variable that the caller has set overrides the file.
 while IFS='=' read -r name value; do
   [[ $name =~ ^[A-Z_]+$ ]] || continue
   [[ -n ${!name:-} ]] || declare "$name=$value"
@@ -76,7 +76,7 @@ fail() {
   exit 1
 }
 
-# long WHAT COMMAND...: runs the command and shows its progress. docker does so by itself.
+# long WHAT COMMAND...: runs the command and shows its progress. docker shows progress by itself.
 long() {
   local what=$1
   shift
@@ -129,7 +129,7 @@ worker_context() {
   fi
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
-  # The patched tree without its history and build outputs.
+  # The worker's image gets the patched tree without its history and build outputs.
   mkdir -p "$work/worker/Megatron-LM"
   git -C "$root/build/Megatron-LM" archive HEAD | tar -x -C "$work/worker/Megatron-LM"
 }
@@ -169,7 +169,7 @@ build() {
     docker build --platform "$platform" --file "$root/docker/$name.Dockerfile" --tag "$tag" \
       "${labels[@]}" "$@" "$context"
   else
-    # This format keeps the health check.
+    # Only the docker format keeps the health check.
     long "$name, $platform" buildah bud --format docker --platform "$platform" \
       --file "$root/docker/$name.Dockerfile" --tag "$tag" \
       --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" "$context"

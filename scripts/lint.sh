@@ -55,8 +55,8 @@ run() {
   jobs+=($!)
 }
 
-# changed NAME FILE... -- COMMAND...: like run, but not again for files with which it passed before. For tools without
-# their own cache.
+# changed NAME FILE... -- COMMAND...: like run, but skips files with which it has passed before. For tools without a
+# cache of their own.
 changed() {
   local name=$1 files=() state kept
   shift

@@ -64,7 +64,7 @@ def lock(group: str) -> Path:
 
 
 def whole(group: str, groups: dict[str, list[Any]]) -> Pins:
-    """Return a group's pins, together with those of the groups that it includes."""
+    """Return the pins of a group and of the groups that it includes."""
     pins: Pins = {}
     for name in (*included(group, groups), group):
         if lock(name).exists():
@@ -85,7 +85,7 @@ def uv(*arguments: str | Path, folder: Path = ROOT) -> None:
 def resolve(group: str, known: Pins, settings: dict[str, Any], folder: Path) -> Pins:
     """Resolve the pins of a group, keeping known versions if possible.
 
-    `uv pip compile` keeps versions; `uv lock` leaves out files for other platforms.
+    `uv pip compile` keeps versions, and `uv lock` leaves out files for other platforms.
     """
     listed = folder / "listed"
     listed.write_text("".join(known.values()), encoding="utf-8")
@@ -113,7 +113,7 @@ def resolve(group: str, known: Pins, settings: dict[str, Any], folder: Path) -> 
     return {
         name: " \\\n    ".join([entry.rstrip(), *hashes[name]]) + "\n"
         for name, entry in read("\n".join(lines)).items()
-        if name in hashes  # Others are for other platforms.
+        if name in hashes  # files without a hash are for other platforms
     }
 
 

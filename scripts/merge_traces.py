@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs megatron_byteps_ray.profiling of this checkout, with any Python from 3.12 on: see its -h."""
+"""Runs megatron_byteps_ray.profiling of this checkout with any Python from 3.12 on: see its -h."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Assembles build/<tree> from upstream.lock, the overlay folders and the patch series, and back.
+"""Assembles build/<tree> from upstream.lock, the overlay folders and the patch series, and exports
+it as patches.
 
-Users call it as scripts/apply_patches.sh and scripts/export_patches.sh. It needs no packages, since
-it runs before the project's environment exists; and no git for a user's own checkout.
+Users call it as scripts/apply_patches.sh and scripts/export_patches.sh. It needs no packages,
+because it runs before the project's environment exists. For a user's own checkout it needs no git.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def run(options: argparse.Namespace) -> None:
     with (root / "build/.patchset.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if options.command == "export":
-            # Trees of a commit are exported first, because the others may share their patches.
+            # Trees of source distributions come after those of a commit, because they may share the
+            # patches of these.
             chosen.sort(key=lambda upstream: not upstream.commit)
         for upstream in chosen:
             run_one(options, upstream)
@@ -121,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
 def run_one(options: argparse.Namespace, upstream: Upstream) -> None:
     """Run the command for an upstream. Without --only, the tree of an upstream that is a commit is
-    not made, but it is exported if it exists."""
+    not made, but an existing one is exported."""
     in_passing = upstream.commit and options.only is None
     if options.command == "export":
         if in_passing and not upstream.tree.is_dir():

@@ -26,14 +26,14 @@ DEFAULT_MAX_BYTES = 8_000_000
 FORMAT = b"bytes-uint16-eod256-v1"
 ROOT = Path(__file__).resolve().parent.parent
 
-# Folders that are skipped: large, and not written by people.
+# Folders that are skipped, because they are large and not written by people.
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "node_modules", "site-packages", "test", "tests"}
 )
 
 
 class DataError(Exception):
-    """The input cannot be made into a dataset; the text has the reason."""
+    """Error if the input cannot be made into a dataset. The text has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Tokens:
     """Conversion of documents into tokens."""
 
     identity: bytes
-    """Distinguishes different conversions."""
+    """Bytes that differ between different conversions."""
     encode: Callable[[bytes], Sequence[int]]
     end: int
-    """Token after each document."""
+    """Token that ends each document."""
 
 
 BYTES = Tokens(identity=FORMAT, encode=bytearray, end=END_OF_DOCUMENT)
@@ -91,7 +91,7 @@ class Dataset:
     tokens: int
     """Number of tokens of the text, plus an end-of-document token for each document."""
     reused: bool
-    """Whether it already existed."""
+    """Whether the dataset already existed."""
 
 
 def standard_library() -> Path:
@@ -102,8 +102,9 @@ def standard_library() -> Path:
 def list_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     """Yield text files to read, in an order that depends only on names.
 
-    Each file comes with a flag: whether the user named it. Files found in a folder may be skipped
-    if they are not text. Hidden files and folders of tests, caches and packages are left out.
+    Each file comes with a flag that says whether the user named it. Files found in a folder may be
+    skipped if they are not text. Hidden files, and folders of tests, caches and packages, are left
+    out.
 
     Raises:
         DataError: a path does not exist.

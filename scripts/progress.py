@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Shows the progress of a long command: a bar on a terminal, a line every ten seconds in a log.
-Also formats tables for a terminal and as Markdown.
+"""Shows the progress of a long command: as a bar on a terminal, as a line every ten seconds in a
+log. It also formats tables for a terminal and as Markdown.
 
-Imports no module of this project, so it runs before the environment exists.
+It imports no module of this project, because it runs before the environment exists.
 """
 
 from __future__ import annotations
@@ -53,31 +53,32 @@ def put_between(page: Path, begin: str, end: str, text: str) -> None:
 EVERY_S = 10.0
 REFRESH_S = 0.5
 WIDEST = 70
-"""Limit for the description of the current work in a line, in characters."""
+"""Limit, in characters, for the description of the current work in a line."""
 END_S = 10.0
-"""Time for a command to end after SIGTERM."""
+"""Time in seconds that a command has to end after SIGTERM."""
 LAST_LINES = 60
 """Number of a command's output lines shown if it fails."""
 
 _STEPS = re.compile(
-    r"\s*\[(\d+)/(\d+)\]"  # ninja
-    r"|STEP (\d+)/(\d+)"  # buildah
+    r"\s*\[(\d+)/(\d+)\]"  # ninja's output
+    r"|STEP (\d+)/(\d+)"  # buildah's output
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In the child (``preexec_fn``): make the kernel send it this signal when its parent is killed.
+    """Make the kernel send the signal when the parent of this process is killed. Called in the
+    child (``preexec_fn``).
 
-    For the kernel the parent is the forking thread, so that thread must live as long as the child.
+    For the kernel the parent is the thread that has forked. So that thread must live as long as the
+    child.
     """
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:
-    """Return tqdm's bar; None in a log, or if tqdm is not installed (on a machine with a
-    bundle)."""
+    """Return tqdm's bar. None in a log, or without tqdm, as on a machine with a bundle."""
     # A terminal without a known width (in some containers) gets lines instead.
     if not stream.isatty() or os.get_terminal_size(stream.fileno()).columns == 0:
         return None
@@ -91,7 +92,7 @@ def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:
 
 
 class Progress:
-    """Progress of an activity. A context manager; thread-safe.
+    """Progress of an activity: a context manager, and thread-safe.
 
     Args:
         name: name of the activity, such as "bench".
@@ -123,7 +124,7 @@ class Progress:
         self._ticker.start()
 
     def update(self, doing: str = "", *, done: int | None = None, total: int | None = None) -> None:
-        """Set the description of the current work, and the number of completed steps."""
+        """Set the description of the current work and the number of completed steps."""
         with self._lock:
             self._doing = doing or self._doing
             self._done = self._done if done is None else done
@@ -138,7 +139,7 @@ class Progress:
             self._draw()
 
     def say(self, line: str, stream: TextIO | None = None) -> None:
-        """Print a permanent line, to the progress's stream or to ``stream``."""
+        """Print a line that stays: to the progress's stream or to ``stream``."""
         target = self._stream if stream is None else stream
         with self._lock:
             self._said = time.monotonic()
@@ -188,7 +189,7 @@ class Progress:
 
 
 def _follow(progress: Progress, log: Path, at: int) -> int:
-    """Read a log from this offset on; return the new offset."""
+    """Read a log from an offset on. Return the new offset."""
     with log.open("rb") as file:
         file.seek(at)
         new = file.read()
@@ -206,7 +207,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its session, because a shell that is ended leaves its children behind."""
+    """End a process and its session. If only a shell were ended, its children would go on."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(END_S)
@@ -217,13 +218,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Context that delays signals that would end this process until its end.
+    """Return a context that delays signals that would end this process until the context ends.
 
-    A signal mask would not work: another thread would get the signal, and Python would raise in the
-    main thread.
+    A signal mask does not do this: another thread would get the signal, and Python would raise in
+    the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Nothing is raised in this thread.
+        yield  # signal handlers run in the main thread, so nothing is raised here
         return
     came: list[int] = []
     before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in _ENDING}
@@ -251,7 +252,7 @@ def run(
     stream: TextIO | None = None,
     every_s: float = EVERY_S,
 ) -> int:
-    """Run a command with its output in a file, and show its progress; return its exit status.
+    """Run a command with its output in a file, and show its progress. Return its exit status.
 
     Args:
         log: output file; overwritten.
@@ -268,7 +269,7 @@ def run(
         process = None
         at = 0
         try:
-            # Without this, a signal that comes before the process object exists would leave the
+            # Without this context, a signal before the process object exists would leave the
             # command running.
             with _signals_wait():
                 process = subprocess.Popen(
@@ -277,8 +278,8 @@ def run(
                     stdout=stdout or output,
                     stderr=output,
                     env=env,
-                    # In its own session the command does not get Ctrl-C: this process gets it, and
-                    # ends its children.
+                    # In a session of its own, the command does not get Ctrl-C. This process gets
+                    # it, and ends its children.
                     start_new_session=True,
                     preexec_fn=end_with_parent,
                 )

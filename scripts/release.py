@@ -1,7 +1,7 @@
 """Makes a release in build/release/VERSION: wheels, archives, images, bill of materials, checksums.
 
 The checkout must be as committed, and CHANGELOG.md must begin with its version and a date. The same
-commit and compiler give the same bytes, but for images, which take the newest packages of their
+commit and compiler give the same bytes, except for images, which take the newest packages of their
 distribution. Needs build/venv (`make setup`).
 """
 
@@ -93,7 +93,7 @@ def check_vulnerabilities(ignored: Sequence[str]) -> None:
 
 
 def build(options: argparse.Namespace, release: contents.Release, folder: Path) -> None:
-    """Fills the folder with all files of the release."""
+    """Write all files of the release to the folder."""
     dated = {"SOURCE_DATE_EPOCH": str(release.epoch)}
     architectures = options.arch or list(ARCHITECTURES)
     wheel = [str(ROOT / "scripts/wheel.sh"), "--out", str(folder)]
@@ -123,7 +123,7 @@ def build(options: argparse.Namespace, release: contents.Release, folder: Path) 
 
 
 def make(options: argparse.Namespace) -> Path:
-    """Makes the release and returns its folder. After an error the folder is as it was before."""
+    """Make the release and return its folder. After an error the folder is as it was before."""
     release = contents.check(ROOT, draft=options.draft)
     for command in ("apply", "guard"):
         if patchset.main(["--root", str(ROOT), command]) != 0:

@@ -41,8 +41,8 @@ UPDATES = 2
 """Number of updates per step."""
 LAYERS = 2
 RISE = 0.2
-"""Least increase of the mean reward in a whole run, from the first steps to the last. In a shorter
-run, with adapters (which learn more slowly) or with a user's model, the reward may stay the same.
+"""Least increase of the mean reward in a whole run, from the first steps to the last. The reward
+may stay the same in a shorter run, with adapters (which learn more slowly), or with a user's model.
 """
 SETTINGS = (
     *("algorithm", "device", "mode", "steps", "save_every", "seed", "prompts", "responses"),
@@ -59,14 +59,15 @@ EDGE = 3
 _SHOWN = 12
 _WIDTH = 60
 _DIGEST = re.compile(r"-[0-9a-f]{16}$")
-"""Suffix of the folder of an unpacked model."""
+"""Suffix of the folder's name of an unpacked model."""
 _CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b(?!: a single rank)")
-"""Line of the table that begins with ``dpu_reduce:``, unless there is nothing to reduce."""
+"""Line of the table of ``dpu_reduce:`` that names a bucket's backend, unless there is nothing to
+reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt, and the model's response."""
+    """Prompt, and the model's response to it."""
 
     prompt: str
     response: str
@@ -99,7 +100,7 @@ class Outcome:
 def _samples(file: Path) -> list[Sample]:
     entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
-        # A reward model's scores are only near 0 and 1.
+        # A reward model's scores are only near 0 and 1, so this compares with 0.5.
         Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], right=e["score"] > 0.5)
         for e in entries
     ]
@@ -126,14 +127,15 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _end(text: str) -> str:
-    """Return the last words in a single line."""
+    """Return the last words of a text in a single line."""
     return " ".join(text.split())[-_WIDTH:]
 
 
 def samples(outcome: Outcome) -> str:
-    """Return a table of prompts with responses of the first and last step, and how many were right.
+    """Return a table of prompts with their responses in the first and last step, and how many were
+    right.
 
-    Prompts in both steps come first; with few prompts per step there may be none.
+    Prompts that both steps have come first. With few prompts per step there may be none.
     """
     steps = [
         {sample.prompt: sample for sample in of_step} for of_step in (outcome.before, outcome.after)
@@ -284,7 +286,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _default_workers(device: str) -> int:
-    """Return the number of available places, at most 2."""
+    """Return the number of GPUs, at most 2; 2 on a CPU."""
     return 2 if device == "cpu" else max(1, min(2, _gpus()))
 
 
@@ -295,7 +297,7 @@ def _gpus() -> int:
 
 
 def train(options: argparse.Namespace, *, backend: str) -> Outcome:
-    """Make a run through ``BytePS`` or ``all-reduce``.
+    """Make a run through ``BytePS`` or through ``all-reduce``.
 
     Raises:
         JobError: the run failed; the text has the end of its log.
@@ -402,8 +404,8 @@ def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
 
 
 def check(outcome: Outcome, rise: float | None) -> bool:
-    """Check whether the mean reward rose as required; None: too few steps to decide, so gradients
-    that are not zero are required."""
+    """Check whether the mean reward rose as required. `rise` None: too few steps to decide, so only
+    gradients that are not zero are required."""
     first, last = outcome.first_reward, outcome.last_reward
     if rise is None:
         learns = any(step.grad_norm > 0 for step in outcome.steps)
@@ -419,12 +421,12 @@ def check(outcome: Outcome, rise: float | None) -> bool:
 def _missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:  # The package that would contain it is missing.
+    except ModuleNotFoundError:  # the package that would contain it is missing
         return True
 
 
 def _complaint(options: argparse.Namespace) -> str:
-    """Return the reason why this cannot run here; empty if it can."""
+    """Return the reason why this cannot run here. Empty if it can."""
     if missing := [name for name in ("megatron_byteps_rl", *NEEDED) if _missing(name)]:
         return f"{', '.join(missing)}: not installed here; use `make rl`"
     gpus = options.workers + options.reward_model

@@ -81,7 +81,7 @@ need_secret
 detect_node "$DMLC_PS_ROOT_URI"
 nodes=()
 if [[ $numa_nodes == auto ]]; then
-  # On a machine with one NUMA node, or for a NIC without a node, nothing is bound.
+  # Nothing is bound on a machine with one NUMA node, or for a NIC without a node.
   numa_nodes=$node_numa
 fi
 if [[ -n $numa_nodes ]]; then
@@ -165,7 +165,7 @@ send() {
 
 end_all() {
   send TERM
-  # A server waits for its workers, and then informs the other nodes.
+  # A server waits for its workers, and then informs the other nodes. The script waits longer than that.
   local patience=${BYTEPS_STOP_TIMEOUT_S:-25}
   local deadline=$((SECONDS + ${patience%.*} + 8))
   while find_running; ((${#running[@]} && SECONDS < deadline)); do
@@ -175,9 +175,9 @@ end_all() {
   wait
 }
 
-# wait_for_one sets `status` to the status of an ended instance, and removes it from `pids`. If an instance is killed
-# while the script does something else, bash itself reports it, and `wait -n` does not. So `wait -n` only wakes this
-# function, which then checks each process by its id.
+# wait_for_one sets `status` to the status of an instance that has ended, and removes the instance from `pids`. If an
+# instance is killed while the script does something else, bash itself reports it, and `wait -n` does not. So `wait -n`
+# only wakes this function, which then checks each process by its id.
 wait_for_one() {
   local i pid
   while :; do
@@ -208,8 +208,8 @@ trap 'on_signal 143' TERM
 
 for ((i = 0; i < 10#$instances; i++)); do
   set_command "$i"
-  # If this script is killed without clean-up, the kernel ends the servers. The local rank keeps their metrics apart
-  # (BYTEPS_METRICS_PORT).
+  # If this script is killed without clean-up, the kernel ends the servers. The local rank gives each a metrics port of
+  # its own (BYTEPS_METRICS_PORT).
   BYTEPS_LOCAL_RANK=$i "${command[@]}" --die-with-parent &
   pids+=("$!")
 done

@@ -68,7 +68,7 @@ use_uv "$cache"
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 mkdir -p "$root/build" "$logs" "$cache"
 
-# tell NAME LOG: prints every ten seconds the time of the step and the last line of its log.
+# tell NAME LOG: every ten seconds, prints the step's time and the last line of its log.
 tell() {
   local seconds=0 never
   exec {never}<> <(:) # nothing writes to it
@@ -79,7 +79,7 @@ tell() {
   done
 }
 
-# step NAME COMMAND...: runs the command and prints its time. Its output goes to a log, which is shown on failure.
+# step NAME COMMAND...: runs the command and prints its time. The output goes to a log, which is shown on failure.
 step() {
   local name="$1" begin=$EPOCHREALTIME log status teller
   log="$logs/setup-${name// /-}.log"
@@ -88,7 +88,7 @@ step() {
   teller=$!
   # shellcheck disable=SC2064 # the pid of this step
   trap "kill $teller 2>/dev/null" EXIT
-  # Not `if ! command`: there bash would ignore the failures inside a function.
+  # `if ! command` is not used, because bash would ignore failures inside a function there.
   set +e
   (set -e && "$@") >"$log" 2>&1 </dev/null
   status=$?
@@ -97,7 +97,7 @@ step() {
   trap - EXIT
   set -e
   if ((status != 0)); then
-    # pip ends with a traceback of its own, far below what CMake or the compiler said.
+    # The end of the log is pip's own traceback. What CMake or the compiler has printed is far above.
     printf 'setup: %s FAILED; errors in %s, and its end:\n' "$name" "${log#"$root"/}" >&2
     grep -m 10 -A 3 -E 'CMake Error|error: |^error|FAILED: ' "$log" >&2 || true
     printf -- '...\n' >&2
@@ -122,14 +122,14 @@ stamp() {
   echo "$2" >"$stamps/$1"
 }
 
-# Any Python 3 with pip can do this; an incomplete folder never counts as complete.
+# bootstrap_uv needs any Python 3 with pip. An incomplete folder never counts as complete.
 bootstrap_uv() {
   local folder python new
   folder="$(dirname "$(dirname "$uv")")"
   for python in "${PYTHON:-}" "$(find_python || true)" python3 /usr/bin/python3; do
     [[ -n "$python" ]] || continue
     new="$folder.$BASHPID"
-    # The scripts in the folder contain its old path; uv itself is a plain executable.
+    # The folder's scripts contain its old path, but uv itself is a plain executable.
     if "$python" -m venv "$new" && "$new/bin/python" -m pip install \
       --disable-pip-version-check --require-hashes -r "$root/locks/bootstrap.lock" &&
       keep "$new" "$folder"; then
@@ -141,7 +141,7 @@ bootstrap_uv() {
   return 1
 }
 
-# Debian has extra packages for parts of Python that the bootstrap and the compiled helpers need.
+# Debian has separate packages for parts of Python that the bootstrap and the compiled helpers need.
 setup_python() {
   local python version missing=()
   if ! find_python >/dev/null && ! command -v python3 >/dev/null 2>&1; then
@@ -163,7 +163,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   find_uv "$root" "$cache" || bootstrap_uv
 }
 
-# fits PYTHON VERSION: succeeds if it has this version; any version fits if VERSION is empty.
+# fits PYTHON VERSION: succeeds if the Python has this version. Any version fits if VERSION is empty.
 fits() {
   [[ -z "$2" || "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" == "$2" ]]
 }
@@ -187,7 +187,7 @@ install_requirements() {
   local all="$venv/.requirements"
   "$venv/bin/python" -B "$root/scripts/locks.py" show "$2" >"$all"
   "$uv" pip sync --python "$venv/bin/python" --require-hashes "$all"
-  # The sync also removed the packages that are installed below.
+  # The sync has also removed the packages that are installed below.
   rm -rf "$stamps"
   stamp requirements "$1"
 }
@@ -197,8 +197,8 @@ overlay_python() {
   (cd "$root/byteps" && find byteps -name '*.py' -o -name '*.pyi') | LC_ALL=C sort
 }
 
-# wheel_sources: prints hashes of the wheel's inputs, without Python files that are linked and data that is read in the
-# checkout.
+# wheel_sources: prints hashes of the wheel's inputs. Python files are left out because they are linked, and data
+# because it is read in the checkout.
 wheel_sources() {
   sed '/^\[dependency-groups\]/,$d' "$root/pyproject.toml"
   cat "$root/scripts/build_backend.py"
@@ -210,7 +210,7 @@ wheel_sources() {
 build_byteps() {
   local wheels="$cache/wheels/$1" new="$cache/wheels/$1.$BASHPID"
   if ! compgen -G "$wheels/*.whl" >/dev/null; then
-    # The build folder stays, so that the next build compiles only changed files. Verbose output shows the compiler's
+    # The build folder stays, so the next build compiles only changed files. Verbose output shows the compiler's
     # progress in the log.
     if ! PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps \
       --no-build-isolation --disable-pip-version-check \
@@ -225,8 +225,8 @@ build_byteps() {
   stamp byteps "$1"
 }
 
-# link_python KEY: links the checkout's Python files in place of the wheel's. Patches and Megatron's overlay are read in
-# the checkout, without a copy.
+# link_python KEY: replaces the wheel's Python files by links to the checkout's. Patches and Megatron's overlay are read
+# in the checkout, without a copy.
 link_python() {
   local file name
   for name in hf ray rl; do
@@ -235,7 +235,7 @@ link_python() {
   done
   rm -rf "$package/byteps/patching/data"
   (cd "$package" && find byteps -name '*.py' -o -name '*.pyi') | while read -r file; do
-    # The wheel may be older than the overlay.
+    # The wheel may be older than the overlay, and have files that the overlay no longer has.
     [[ -e $root/build/byteps/$file ]] || rm "$package/$file"
   done
   overlay_python | while read -r file; do
@@ -249,12 +249,12 @@ link_python() {
 install_megatron() {
   "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
     --editable "$root/build/Megatron-LM"
-  # Upstream declares this extension optional: without a check, a failed compilation is silent.
+  # Upstream declares this extension optional, so a failed compilation would be silent without this check.
   "$venv/bin/python" -c 'import megatron.core.datasets.helpers_cpp'
   stamp megatron "$1"
 }
 
-# One setup at a time: tests, training and a user may all start a setup.
+# Only one setup may run at a time, because tests, training and a user may all start one.
 exec 9>"$root/build/.setup.lock"
 flock 9
 
@@ -274,7 +274,7 @@ current requirements "$key" || step "requirements" install_requirements "$key" b
 
 step "patches" "$root/scripts/apply_patches.sh"
 
-# Everything that can change the result of the build, and nothing else.
+# The key covers everything that can change the result of the build, and nothing else.
 wheel_key="$({
   wheel_sources
   echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
@@ -296,14 +296,15 @@ current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_
 link_packages() {
   local site
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  # Megatron-LM is built already: a line with its folder replaces an installation. It also has scripts that ranks
-  # import, such as pretrain_dpu_gpt, and that are not in the package.
+  # Megatron-LM is built already, so a line with its folder replaces an installation. The folder also has scripts that
+  # ranks import, such as pretrain_dpu_gpt, and that are not in the package.
   printf '%s\n' "$package" "$root/build/Megatron-LM" "$root" >"$site/megatron-byteps.pth"
   ln -sf "$package/bin/byteps-server" "$venv/bin/"
   printf '#!%s\nimport sys\n\nfrom byteps.cli import main\n\nsys.exit(main())\n' "$venv/bin/python" \
     >"$venv/bin/megatron-byteps"
   chmod +x "$venv/bin/megatron-byteps"
-  # These would override ours: packages of verl, which it does not use, and an old installation of byteps.
+  # These packages would override this project's: packages of verl, which it does not use, and an old installation of
+  # byteps.
   rm -rf "$site"/{bench,scripts,tests} "$site"/{byteps,megatron_byteps}*
   "$venv/bin/python" -c "import $2"
   stamp links "$1"

@@ -62,7 +62,7 @@ else
 fi
 where=$(join_host_port "$host" "$port")
 
-# ask prints the scheduler's answer without its HTTP header. Only bash is needed.
+# ask prints the scheduler's answer without the HTTP header. It needs only bash.
 ask() {
   timeout 10 bash -s -- "$host" "$port" "$path" "$where" 2>/dev/null <<'SCRIPT'
 exec 3<>"/dev/tcp/$1/$2" || exit 1
@@ -74,7 +74,7 @@ cat <&3
 SCRIPT
 }
 
-# elsewhere prints another possible cause if the address is not a loopback address.
+# elsewhere prints another possible cause, unless the address is a loopback address.
 elsewhere() {
   [[ $host == localhost || $host == 127.* || $host == ::1 ]] ||
     echo ", or without --status-host: then it shows it to its own machine alone" \
@@ -91,7 +91,7 @@ while :; do
     printf '%s\n' "$said"
     exit
   fi
-  # On a terminal a new table replaces the last; in a log it follows.
+  # On a terminal a new table replaces the last one. In a log it follows.
   if [[ -t 1 ]]; then printf '\033[H\033[2J'; fi
   date -u +%Y-%m-%dT%H:%M:%SZ
   printf '%s\n' "$said"

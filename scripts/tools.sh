@@ -79,7 +79,7 @@ promtool() {
   echo "$kept/usr/bin/promtool"
 }
 
-# nvrx: prints the folder of the package, to be imported from there. The same wheel serves every machine, since only its
+# nvrx: prints the folder from which the package is imported. The same wheel serves every machine, because only its
 # Python is used.
 nvrx() {
   local kept="$cache/nvrx-0.7.0" new
@@ -113,7 +113,7 @@ torch() {
     trap 'rm -rf "$new"' EXIT
     base="$("$root/build/venv/bin/python" -c 'import sys; print(sys._base_executable)')"
     "$uv" venv --quiet --relocatable --python "$base" "$new"
-    # Hard links to files in the cache: each version has 5 GB, and the files do not change.
+    # Hard links to files in the cache save 5 GB per version, and the files do not change.
     "$uv" pip sync --quiet --link-mode hardlink --python "$new/bin/python" --require-hashes "$2" >&2
     PYTHONPATH="$root/build/python" "$new/bin/python" -c 'import byteps.torch' >&2
     keep "$new" "$kept"
@@ -124,7 +124,7 @@ torch() {
 site() {
   cd "$root"
   install_ship_tools "$root"
-  # The theme's notice about its future is not for our users.
+  # The theme's notice about its future is not meant for this project's users.
   NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
   echo "site: build/site/index.html"
 }
@@ -153,7 +153,7 @@ clean() {
   fi
   rm -rf "$root/build"
   if (($1)); then
-    # Listed by name, because the variable's folder may contain other things.
+    # The folders are listed by name, because the folder of the variable may contain other things.
     rm -rf "$cache/sdists" "$cache/wheels" "$cache/servers" "$cache/ship" "$cache/images" \
       "$cache"/libsodium-* "$cache/vm" "$cache/promtool" "$cache"/nvrx-* "$cache/uv" "$cache"/uv-[0-9a-f]*
     rmdir "$cache" 2>/dev/null || true

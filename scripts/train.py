@@ -45,19 +45,19 @@ from scripts.trainkit.job import (
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS = 400
 DEFAULT_THRESHOLD = 2.5
-# A run of fewer steps must only show a falling loss.
+# A run with fewer steps need only show a falling loss.
 STEPS_TO_THRESHOLD = 200
 EXACT_WORKERS = 2
 # All ranks share this machine, so by default nothing would go to servers.
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-backend", "flat")
 _OPTIMIZER_ON_SERVERS = ("--dpu-optimizer",)
 _DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer",)
-# Allowed relative difference of the mean of the last ten losses between the optimizer on the
-# servers and Megatron's.
+# Allowed relative difference between the optimizer on the servers and Megatron's, in the mean of
+# the last ten losses.
 CLOSE = 0.02
 PROGRESS_S = 2.0
 
-# 0.8 million parameters: a loss below 2.5 after about a minute on two cores.
+# 0.8 million parameters reach a loss below 2.5 after about a minute on two cores.
 MODEL = """
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope
     --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8
@@ -153,9 +153,9 @@ def environment(workers: int, servers: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // (workers + servers)))}
     values |= {"BYTEPS_EMBEDDED_SERVERS": str(servers), "PYTHONWARNINGS": "ignore"}
-    # Megatron trains on the CPU only on request: here, if there is no GPU.
+    # Megatron trains on the CPU only on request, so this asks for it if there is no GPU.
     values |= {} if on_gpu() else {"MEGATRON_CPU": "1"}
-    # The user's variables win, except the number of servers, which is a flag.
+    # The user's variables win, except for the number of servers, which is a flag.
     return {k: v for k, v in values.items() if k not in os.environ or k.startswith("BYTEPS")}
 
 
@@ -205,7 +205,7 @@ def train(
     backend: str,
     pretrained: hf.HuggingFace | None = None,
 ) -> Result:
-    """Make a run through ``BytePS``, or through torch.distributed by ``all-reduce`` or, with the
+    """Make a run through ``BytePS``, or through torch.distributed: by ``all-reduce`` or, with the
     distributed optimizer, by ``reduce-scatter``."""
     through_byteps = backend == "BytePS"
     servers = options.servers if through_byteps else 0
@@ -225,7 +225,7 @@ def train(
         "folder": folder,
         "workers": options.workers,
         "arguments": arguments,
-        # Both runs have the same number of threads, which decides the order of additions in a
+        # Both runs have the same number of threads, because it decides the order of additions in a
         # matrix product.
         "environment": environment(options.workers, options.servers),
     }
@@ -262,7 +262,7 @@ def check_fall(result: Result, options: argparse.Namespace) -> bool:
 
 
 def check_equal(ours: Result, theirs: Result) -> bool:
-    """Print the difference of the two backends; with two workers they must be equal."""
+    """Print the difference of the two backends. With two workers they must be equal."""
     difference = largest_difference(ours, theirs)
     same = same_parameters(ours, theirs)
     print(
@@ -278,8 +278,8 @@ def check_equal(ours: Result, theirs: Result) -> bool:
 
 
 def check_close(ours: Result, theirs: Result) -> bool:
-    """Print the difference of the optimizer on the servers to Megatron's; return whether it is
-    within that of two orders of addition."""
+    """Print the difference between the optimizer on the servers and Megatron's. Return whether it
+    is no larger than that of two orders of addition."""
     difference = largest_difference(ours, theirs)
     apart = abs(ours.final_loss - theirs.final_loss) / theirs.final_loss
     print(
@@ -336,7 +336,7 @@ def run_pretrained(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         print("error: transformers is not installed: use `make train HF=1`", file=sys.stderr)
         return 1
-    # All files are local: nothing must be downloaded.
+    # All files are local, so nothing must be downloaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     pretrained = hf.prepare(
         options.hf_model, options.data, options.data_cache, options.max_bytes, lora=options.lora
@@ -382,8 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # SIGTERM ends workers like Ctrl-C. A shell that starts this in the background ignores SIGINT by
-    # default, so both handlers are set.
+    # SIGTERM ends workers as Ctrl-C does. A shell that starts this in the background ignores SIGINT
+    # by default, so both handlers are set.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

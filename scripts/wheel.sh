@@ -62,7 +62,7 @@ trap 'rm -rf "$work"' EXIT
 
 say() { echo "wheel: $*" >&2; }
 
-# long WHAT COMMAND...: runs the command and shows its progress; its output only if it fails.
+# long WHAT COMMAND...: runs the command and shows its progress. Its output is shown only if it fails.
 long() {
   local what=$1
   shift
@@ -83,12 +83,12 @@ configure_for() {
       { echo "error: no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)" >&2; exit 1; }
     options+=("-DCMAKE_TOOLCHAIN_FILE=$source_tree/cmake/aarch64-linux-gnu.cmake")
   fi
-  # Additional CMake options of a builder, such as the path of a library.
+  # A builder may add CMake options, such as the path of a library.
   read -ra extra <<<"${BYTEPS_CMAKE_ARGS:-}"
   options+=("${extra[@]}")
 }
 
-# sources_key prints two hashes: of the patched BytePS, and of the checkout's other files that are packed.
+# sources_key prints two hashes: of the patched BytePS, and of the other files of the checkout that are packed.
 sources_key() {
   PYTHONPATH="$root" "$venv/bin/python" -B -S -m scripts.patchset tree-key byteps
   (cd "$root" && git ls-files -z --cached --others --exclude-standard -- Megatron-LM integrations patches upstream.lock \
@@ -97,7 +97,7 @@ sources_key() {
     LC_ALL=C sort -z | xargs -0 sha256sum 2>/dev/null | sha256sum | cut -c -32)
 }
 
-# demand_same_sources exits if the checkout is another one than at the start.
+# demand_same_sources exits if the checkout has changed since the start.
 demand_same_sources() {
   [[ $(sources_key) != "$sources" ]] || return 0
   echo "error: the checkout changed while it was built, so nothing is kept. Run scripts/wheel.sh again, or build in" \
@@ -105,7 +105,7 @@ demand_same_sources() {
   exit 1
 }
 
-# build_key ARCH WHAT SOURCES: everything that can change the result of building WHAT.
+# build_key ARCH WHAT SOURCES: prints a key of everything that can change the result of building WHAT.
 build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
@@ -127,7 +127,7 @@ build_wheel() {
   local kept
   kept="$cache/ship/$(build_key "$1" wheel "$sources")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
-    # The wheel is named after its target machine: Python looks for nothing else.
+    # The wheel is named after its target machine, because Python looks for nothing else.
     PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]}")" \
       long "the wheel for $1" "$venv/bin/python" -m pip --verbose wheel --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
@@ -140,12 +140,12 @@ build_wheel() {
   echo "$kept"/*.whl
 }
 
-# build_server ARCH: prints the path of the server alone.
+# build_server ARCH: prints the path of the server without the rest of the wheel.
 build_server() {
   local kept build
   kept="$cache/servers/$(build_key "$1" server "${sources%%$'\n'*}")"
   build="$root/build/cmake-ship-server-$1"
-  # Another test or a fresh checkout need not build it again.
+  # The executable is kept, so that another test or a fresh checkout need not build it again.
   if [[ ! -x $kept/byteps-server ]]; then
     long "cmake for $1" "$venv/bin/cmake" --fresh -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
       "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&

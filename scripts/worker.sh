@@ -83,7 +83,7 @@ rendezvous=() # torchrun's arguments about the rendezvous
 script=()
 master_addr='' master_port='' restarts=0 backend='' endpoint='' local_addr=''
 
-# pass FLAG VALUE: records an argument of torchrun that this script needs too.
+# pass FLAG VALUE: records an argument of torchrun that this script also needs.
 pass() {
   case $1 in
     --nnodes) nnodes=$2 ;;
@@ -108,7 +108,7 @@ is_number() {
   for text in "$@"; do [[ $text =~ ^[0-9]{1,5}$ ]] || return 1; done
 }
 
-# choose_rendezvous: with restarts, chooses a rendezvous that has a new store after each restart.
+# choose_rendezvous: for jobs with restarts, chooses a rendezvous that has a new store after each restart.
 choose_rendezvous() {
   if [[ $restarts =~ ^0*$ || ( -n $backend && $backend != c10d ) ]]; then return; fi
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
@@ -122,12 +122,12 @@ choose_rendezvous() {
   else
     endpoint=$(join_host_port "${master_addr:-127.0.0.1}" "${master_port:-29500}")
     rendezvous=(--rdzv-backend=c10d "--rdzv-endpoint=$endpoint" ${kept[@]+"${kept[@]}"})
-    # The host of the store is named explicitly, because a host may not recognize its own name.
+    # The store's host is named explicitly, because a host may not recognize its own name.
     if [[ $nnodes == 1 ]]; then node_rank=${node_rank:-0}; fi
     if is_number "$node_rank" && [[ ${kept[*]-} != *--rdzv-conf=* ]]; then
       rendezvous+=("--rdzv-conf=is_host=$((10#$node_rank == 0))")
     fi
-    # The address at which others find rank 0, if it runs here.
+    # This is the address at which others find rank 0, if it runs here.
     if [[ -z $local_addr ]]; then
       detect_node "${master_addr:-127.0.0.1}"
       [[ -z $node_address ]] || rendezvous+=("--local-addr=$node_address")
@@ -137,7 +137,7 @@ choose_rendezvous() {
     "would hang (--max-restarts; --rdzv-backend)" >&2
 }
 
-# find_server prints byteps-server of the ranks' own Python if it exists, otherwise another.
+# find_server prints the byteps-server of the ranks' own Python or, if it has none, another one.
 find_server() {
   local program=${python%/*}/byteps-server
   if [[ -x $program ]]; then echo "$program"; else
@@ -152,7 +152,7 @@ check_workers() {
     echo "WRONG there is no script ${script[0]}"
     wrong=1
   fi
-  # An import would take seconds.
+  # An import would take seconds, so this only looks for the modules.
   if ! "$python" -c 'import importlib.util as u, sys
 sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
     echo "WRONG $python has no torch, or no byteps"
@@ -161,7 +161,7 @@ sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
   server=$(find_server)
   if is_number "$nproc"; then
     ranks=$((10#$nproc))
-    # The values that torchrun will set, as far as they are known.
+    # Sets the values that torchrun will set, as far as they are known.
     [[ -n $node_rank || $nnodes != 1 ]] || node_rank=0
     if is_number "$nnodes"; then export WORLD_SIZE=$((10#$nnodes * ranks)); fi
     if is_number "$node_rank"; then export RANK=$((10#$node_rank * ranks)); fi
@@ -175,7 +175,7 @@ sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
   return "$wrong"
 }
 
-# start_local_servers starts servers as children of this process, which becomes torchrun: they end with it.
+# start_local_servers starts servers as children of this process. It becomes torchrun, so they end with it.
 start_local_servers() {
   local workers=${DMLC_NUM_WORKER:-} ranks=1 server i
   if [[ -z $workers ]]; then
@@ -183,7 +183,7 @@ start_local_servers() {
       "--local-servers needs DMLC_NUM_WORKER, or numbers for --nnodes and --nproc-per-node"
     workers=$((10#$nnodes * 10#$nproc * replicas))
   fi
-  # Numbers after the ranks', so that all have different metrics ports.
+  # Numbers after the ranks' give all processes different metrics ports.
   if is_number "$nproc"; then ranks=$((10#$nproc)); fi
   server=$(find_server)
   for ((i = 0; i < 10#$local_servers; i++)); do

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures the Python overhead of the torch.distributed backend: `dist.all_reduce` compared with
-`bps.push_pull_inplace` on the same tensor, interleaved.
+"""Measures how much Python time the torch.distributed backend adds: `dist.all_reduce` is compared
+with `bps.push_pull_inplace` on the same tensor, interleaved.
 
-Two ranks and a server run on this machine, and both forms are checked. The timed calls bypass the
-engine, so only the time in Python and torch is left. The fastest tenth of all calls counts, because
-other load on the machine can only add time.
+Two ranks and a server run on this machine, and the results of both calls are checked. The timed
+calls bypass the engine, so only the time in Python and torch is left. Only the fastest tenth of all
+calls counts, because other load on the machine can only add time.
 
 With --device cuda there are two servers, and the engine is used. The benchmark then measures the
-host time of `dist.all_reduce(async_op=True)` on GPU tensors. The median of each size counts.
+host time of `dist.all_reduce(async_op=True)` on GPU tensors. For each size, the median counts.
 
   bench/frameworks/calls.py --device cuda --bytes 1048576,268435456 --calls 50 --max-us 500
 
@@ -54,8 +54,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the microseconds of each call, by form. Raises LaunchError if a process fails or times
-    out."""
+    """Return the microseconds of each call, by the form of the call. Raises LaunchError if a
+    process fails or times out."""
     with (
         tempfile.TemporaryDirectory(prefix="calls-") as folder,
         Processes(Path(folder)) as processes,
@@ -69,7 +69,7 @@ def launch(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def _judge_calls(took: Mapping[str, Sequence[float]], limit: float | None) -> int:
-    """Print the median of each size; return the exit status."""
+    """Print the median of each size. Return the exit status."""
     most = max(statistics.median(calls) for calls in took.values())
     missed = limit is not None and most > limit
     told = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"

@@ -1,4 +1,4 @@
-"""A rank that trains a model of linear layers, or that times all-reduces.
+"""Rank that trains a model of linear layers, or that times all-reduces.
 
 ``python -m bench.frameworks.rank SPEC RESULT``: SPEC is JSON, with ``rendezvous`` (the file through
 which ranks meet), ``timeout_s``, and either ``experiment`` or ``bytes``, ``calls`` and ``device``.
@@ -46,8 +46,9 @@ SHARDED = {
     "fsdp-int8-gathers": ("int8", "int8"),
     "fsdp-int4-gathers": ("int4", "int8"),
 }
-"""Ways with FSDP2 over all ranks: wire types of gradients and of parameters. "none": they stay with
-the collectives, in bf16. "fp8": gradients go through an all-to-all of the collectives."""
+"""Ways to train with FSDP2 over all ranks, with the wire types of gradients and of parameters.
+"none": the collectives move them, in bf16. "fp8": gradients go through an all-to-all of the
+collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +58,21 @@ class Experiment:
     ways: Sequence[str]
     layers: int
     width: int
-    """A layer has `width` squared parameters."""
+    """Number of inputs and outputs of a layer, which so has `width` squared parameters."""
     batch: int
     steps: int
     """Number of timed steps per way. Two untimed steps come first."""
     shards: int
     """With hsdp: number of ranks of a host that share a replica."""
     reduce_dtype: str | None
-    """Type in which HSDP reduces gradients; None: their own."""
+    """Type in which HSDP reduces gradients; None: the gradients' own."""
     device: str
     profile: str | None = None
-    """File for torch.profiler's trace of one more step of the last way, written by rank 0."""
+    """File for torch.profiler's trace of one more step of the last way. Rank 0 writes it."""
 
 
 class Fp8ReduceScatter(DefaultReduceScatter):
-    """A reduce-scatter in blocks of fp8: an all-to-all gives each rank the blocks of its shard, and
+    """Reduce-scatter in blocks of fp8: an all-to-all gives each rank the blocks of its shard, and
     the rank averages them in fp32."""
 
     def __call__(
@@ -91,7 +92,7 @@ class Fp8ReduceScatter(DefaultReduceScatter):
 
 
 class Trained:
-    """A model and its optimizer, trained in a given way."""
+    """Model and its optimizer, trained in a given way."""
 
     def __init__(self, way: str, experiment: Experiment, rank: int, size: int) -> None:
         torch.manual_seed(7)
@@ -137,7 +138,7 @@ class Trained:
         self._given = torch.randn(experiment.batch, experiment.width).to(device)
 
     def step(self) -> float:
-        """Make a step; return the slowest rank's milliseconds."""
+        """Make a step. Return the milliseconds of the slowest rank."""
         self._optimizer.zero_grad()
         dist.barrier()
         begin = time.perf_counter()
@@ -150,8 +151,7 @@ class Trained:
         return float(took) * 1e3
 
     def check_sum(self) -> float:
-        """Return a checksum of this rank's parameters, which is equal for ways that learn
-        the same."""
+        """Return a checksum of this rank's parameters. It is equal for ways that learn the same."""
         return sum(
             float(getattr(p, "to_local", lambda p=p: p)().double().sum())
             for p in self._model.parameters()
@@ -159,7 +159,7 @@ class Trained:
 
 
 def _profile(model: Trained, path: Path, rank: int) -> None:
-    """Make a step on every rank; rank 0 profiles it."""
+    """Make a step on every rank. Rank 0 profiles it."""
     if rank != 0:
         model.step()
         return
@@ -169,9 +169,9 @@ def _profile(model: Trained, path: Path, rank: int) -> None:
 
 
 def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
-    """Return the mesh: each replica has the ranks of a host.
+    """Return the mesh in which each replica consists of the ranks of a host.
 
-    Its groups are created here, because torch would use the default group for a dimension with all
+    The groups are created here, because torch would use the default group for a dimension with all
     ranks.
     """
     rows = torch.arange(size).view(-1, experiment.shards)
@@ -186,7 +186,7 @@ def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def _native() -> Iterator[None]:
-    """Context in which new groups do not use BytePS."""
+    """Return a context in which new groups do not use BytePS."""
     inside: Any = dist.distributed_c10d
     carrying = inside._new_process_group_helper
     inside._new_process_group_helper = carrying.__wrapped__
@@ -213,7 +213,7 @@ def train(experiment: Experiment, rank: int, size: int) -> dict[str, Any]:
 def on_cpu(spec: dict[str, Any]) -> dict[str, list[float]]:
     """Return the microseconds of calls of both forms, with an engine that does nothing.
 
-    Before that, both forms make a checked sum through the servers.
+    Before, both forms make a checked sum through the servers.
     """
     (nbytes,) = spec["bytes"]
     tensor = torch.zeros(nbytes // 4)
@@ -266,7 +266,7 @@ def on_gpu(spec: dict[str, Any], rank: int) -> dict[str, list[float]]:
         started += ROUNDS + spec["calls"]
     dist.barrier()
     done = bps.get_metrics()["byteps_worker_operations_total"]
-    if done < started - 1:  # The last sum may be counted only after its values arrive.
+    if done < started - 1:  # the last sum may be counted only after its values arrive
         raise SystemExit(f"{done:g} of {started} all-reduces went through the servers")
     return took
 
@@ -277,7 +277,7 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_host = (experiment.device if experiment else spec["device"]) == "cpu"
     torch.set_num_threads(1)
-    if not on_host:  # Ranks share GPUs if there are fewer GPUs.
+    if not on_host:  # if there are fewer GPUs than ranks, ranks share them
         torch.cuda.set_device(rank % torch.cuda.device_count())
     c10d_plugin.install()
     dist.init_process_group(

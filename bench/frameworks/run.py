@@ -44,7 +44,8 @@ HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")
 OF_LINKS = ("links' ratio", "fraction of it")
 BEGIN = "<!-- made by bench/frameworks/run.py --markdown, wire type {wire} -->"
 SAME = 1e-4
-"""Allowed relative difference of trained parameters: additions may happen in different orders."""
+"""Allowed relative difference of trained parameters, because additions may happen in different
+orders."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,7 +126,8 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         }
         if options.link:
             ours["BYTEPS_LINK_GBPS"] = f"{options.link / 1e9:g}"
-        # Without emulated links NVLink beats servers, and bf16 is as short as NCCL's values.
+        # Without emulated links NVLink would beat servers, and bf16 would be as short as NCCL's
+        # values.
         if not options.link or set(options.ways) & set(SHARDED):
             ours["BYTEPS_C10D_BACKEND"] = "flat"
         spec = {"experiment": asdict(experiment)}
@@ -143,16 +145,16 @@ def _hosts(topology: Topology) -> Iterator[Sequence[Host]]:
 
 
 def native(way: str) -> str:
-    """Return the way without BytePS to compare with."""
+    """Return the way without BytePS with which a way is compared."""
     return way.partition("-")[0]
 
 
 def links_ratio(way: str, device: str) -> float:
-    """Return the bytes that a step sends over each NIC with plain FSDP2 in bf16, divided by those
-    of this way. A step gathers the parameters twice, and reduce-scatters the gradients (in this way
-    to servers on the shards' hosts).
+    """Return the ratio of bytes that a step sends over each NIC: those of plain FSDP2 in bf16,
+    divided by those of this way. A step gathers the parameters twice, and reduce-scatters the
+    gradients (in this way to servers on the shards' hosts).
 
-    NCCL's reduce-scatter sends each value once. gloo's is an all-reduce, and sends it twice.
+    NCCL's reduce-scatter sends each value once. gloo's is an all-reduce, which sends it twice.
     """
     bits = {**WIRE_BITS, "fp8": FP8_BITS}
     gradients, parameters = (bits.get(name, 16.0) for name in SHARDED[way])
@@ -163,7 +165,7 @@ def links_ratio(way: str, device: str) -> float:
 def rows(
     launches: Sequence[Mapping[str, Any]], ways: Sequence[str], device: str = "cpu"
 ) -> list[Sequence[str]]:
-    """Return the table: the median of each launch, and the median of these."""
+    """Return the table: the median of each launch, and the median of these medians."""
     medians = {way: [statistics.median(one["steps"][way]) for one in launches] for way in ways}
     table: list[Sequence[str]] = []
     for way in ways:
@@ -209,7 +211,7 @@ def problems(
 
 
 def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequence[str]]) -> None:
-    """Write the table between the marks of its wire type.
+    """Write the table into the page, between the marks of its wire type.
 
     Raises:
         ValueError: the page has no such marks.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _RANK_OF_IDLE = "BENCH_IDLE_RANK"
-"""Environment variable of ranks, which run this module too. Only ranks import torch."""
+"""Environment variable that makes a process run this module as a rank. Only ranks import torch."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(topology: Topology, spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Start everything, wait for its end, and return rank 0's result. Raises LaunchError."""
+    """Start all processes, wait for their end, and return rank 0's result. Raises LaunchError."""
     with (
         Progress("idle job") as shown,
         tempfile.TemporaryDirectory(prefix="idle-bench-") as folder,
@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def too_much(idle: dict[str, Any], core: float | None, memory: int | None) -> list[str]:
-    """Return descriptions of values above their thresholds; None: no threshold."""
+    """Return descriptions of values above their thresholds. A threshold that is None holds
+    always."""
     misses = [
         f"an idle {what} uses {idle[f'{what}_core']:.3%} of a core, more than {core:.3%}"
         for what in ("worker", "server", "scheduler")
@@ -140,7 +141,7 @@ def show(idle: dict[str, Any], options: argparse.Namespace, key_bytes: int) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """Rank 0's measurements of itself and of the servers."""
+    """Rank 0's measurements of its own process and of the servers."""
 
     worker_core: float
     """Fraction of a core that an idle worker uses."""
@@ -148,11 +149,11 @@ class Idle:
     """Fraction of a core that the busiest idle server uses."""
     scheduler_core: float
     worker_bytes_beyond: int
-    """Memory that a worker gained by joining and summing, without the gradients."""
+    """Memory that a worker has gained by joining and summing, without the gradients."""
     server_bytes_per_key: float
     """Memory of all servers together per key, including accumulators."""
     accumulator_bytes_per_key: int
-    """Part of that memory that the sums need."""
+    """Bytes of `server_bytes_per_key` that the sums need."""
 
 
 def _sum(tensors: list[torch.Tensor], names: list[str]) -> None:
@@ -169,7 +170,8 @@ def _memory(pids: list[int]) -> int:
 
 
 def watch(spec: dict[str, Any]) -> Idle:
-    """Sum many keys, measure memory, then measure idle CPU time. All ranks call this together."""
+    """Sum many keys, and measure memory. Then measure idle CPU time. All ranks call this
+    together."""
     import byteps.torch as bps
     import torch
     import torch.distributed as dist
@@ -181,7 +183,7 @@ def watch(spec: dict[str, Any]) -> Idle:
     dist.barrier()
     own = record.resident_bytes(os.getpid())
     bps.init()
-    # The first sums create threads, buffers and queues; later growth is due to keys.
+    # The first sums create threads, buffers and queues. Later growth is due to keys.
     few = keys // 10 + 1
     _sum(tensors[:few], names[:few])
     dist.barrier()
@@ -206,7 +208,7 @@ def watch(spec: dict[str, Any]) -> Idle:
 
 def _watch_idle(pids: list[int], seconds: float) -> list[float]:
     """Return the fraction of a core that each process uses during `seconds`."""
-    time.sleep(1.0)  # Lets the last responses finish.
+    time.sleep(1.0)  # lets the last answers finish
     begin, before = time.monotonic(), [record.process_cpu_ns(pid) for pid in pids]
     time.sleep(seconds)
     after, spent = [record.process_cpu_ns(pid) for pid in pids], time.monotonic() - begin
@@ -214,7 +216,7 @@ def _watch_idle(pids: list[int], seconds: float) -> list[float]:
 
 
 def rank_main(spec_file: Path, result_file: Path) -> None:
-    """Run as a rank, which `run` has started with a specification file and a result file."""
+    """Run as a rank. `run` has started this process with a specification file and a result file."""
     import torch.distributed as dist
 
     spec = json.loads(spec_file.read_text())

@@ -1,17 +1,17 @@
 """Emulated hosts on this machine: network namespaces with one or more rate-limited links each.
 
 The first links of all hosts are ports of a bridge (an ideal switch), the second links ports of
-another bridge, and so on; each bridge has its own subnet. The bridges are in a separate namespace:
-no link, address or route is visible outside, and no packet leaves. A link is shaped at both ends,
-so its rate holds in both directions. With a fair queue a shaper serves a class per peer, round
-robin. Without, it is a single queue, and TCP decides how flows share it.
+another bridge, and so on. Each bridge has a subnet of its own. The bridges are in a separate
+namespace: no link, address or route is visible outside, and no packet leaves. A link is shaped at
+both ends, so its rate holds in both directions. With a fair queue, a shaper serves a class per
+peer, round robin. Without it, the link is a single queue, and TCP decides how flows share it.
 
-Names contain the pid and start time of the process that created them, so `remove_stale` finds what
-a killed run left behind, and two runs never conflict. Needs root and iproute2.
+Names contain the pid and the start time of the process that created them. So `remove_stale` finds
+what a killed run has left behind, and two runs never conflict. Needs root and iproute2.
 
 Ranks that share a GPU of this machine run on it concurrently through CUDA's Multi-Process Service.
-Without it the GPU is time-sliced, and a collective between such ranks waits for time slices, as it
-never does on a cluster.
+Without the service the GPU is time-sliced, and a collective between such ranks waits for time
+slices, which never happens on a cluster.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ _NAMESPACES = Path("/run/netns")
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 _LOCK = Path("/run/bps-bench.lock")
 
-# Least burst in bytes: several packets of 64 KiB (the kernel passes these to a link before it cuts
-# them), and the bytes that pass while a timer is late.
+# Least burst in bytes. It holds several packets of 64 KiB (the kernel passes these to a link before
+# it cuts them), and the bytes that pass while a timer is late.
 _LEAST_BURST = 256 << 10
 _BURST_S = 0.001
-_QUEUE = 16 << 20  # Bytes per peer: never full, so that nothing is dropped.
-_QUANTUM = 70_000  # Bytes: one such packet with its headers.
+_QUEUE = 16 << 20  # bytes per peer, never full, so that nothing is dropped
+_QUANTUM = 70_000  # bytes: one packet of 64 KiB with its headers
 
 
 class EmulationError(Exception):
-    """The emulated hosts could not be created; the text has the command and its error output."""
+    """Error if the emulated hosts could not be created. The text has the command and its error
+    output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host on which processes run."""
+    """Host on which processes run."""
 
     address: str
     """Address of the first interface."""
@@ -68,8 +69,8 @@ class Host:
         return self.interfaces[0]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command to run on this host. It replaces itself by `command`, so the started
-        process has its process id."""
+        """Return the command line that runs `command` on this host. The started process becomes
+        `command`, so its process id is that of `command`."""
         if self.namespace is None:
             return list(command)
         return ["ip", "netns", "exec", self.namespace, *command]
@@ -111,7 +112,7 @@ def left_behind() -> list[str]:
 
 
 def remove_stale() -> list[str]:
-    """Delete hosts and links that killed runs have left; return their names."""
+    """Delete hosts and links that killed runs have left. Return their names."""
     with _locked():
         names = left_behind()
         for name in names:
@@ -120,7 +121,7 @@ def remove_stale() -> list[str]:
 
 
 class Emulation:
-    """The emulated hosts of a topology; a context manager that removes them."""
+    """Emulated hosts of a topology: a context manager that removes them at its end."""
 
     _made = 0
 
@@ -130,7 +131,8 @@ class Emulation:
         if not 1 <= topology.emulated_hosts <= LARGEST:
             raise EmulationError(f"--emulate makes 1 to {LARGEST} hosts")
         pid = os.getpid()
-        # A process may create several emulations, one after the other.
+        # A process may create several emulations, one after the other, so the name has their
+        # number.
         self._stem = f"{_PREFIX}-{pid}-{started_at(pid)}-{Emulation._made}"
         Emulation._made += 1
         self._topology = topology
@@ -179,7 +181,7 @@ class Emulation:
             {
                 **_NO_IPV6,
                 "net.ipv4.tcp_congestion_control": topology.congestion_control,
-                # Metrics learned in a launch must not influence the next launch.
+                # TCP's metrics of one launch must not influence the next.
                 "net.ipv4.tcp_no_metrics_save": "1",
                 "net.ipv4.tcp_slow_start_after_idle": "0",
             },
@@ -204,7 +206,7 @@ class Emulation:
         self._shape(self._switch, port, "src", rail, others)
 
     def _neighbours(self, rail: int, others: Sequence[int]) -> list[str]:
-        """Return commands for static neighbours: nothing is looked up or expires during a
+        """Return commands for static neighbours, so that nothing is looked up or expires during a
         measurement."""
         return [
             f"neigh replace {_address(rail, i)} lladdr {_mac(rail, i)} "
@@ -213,20 +215,20 @@ class Emulation:
         ]
 
     def set_link(self, index: int, rail: int, up: bool) -> None:
-        """Set a host's link down or up, at the host's end."""
+        """Set a host's link down or up at the host's end."""
         name, device = str(self.hosts[index].namespace), self.hosts[index].interfaces[rail]
         _run(["ip", "-n", name, "link", "set", device, "up" if up else "down"])
-        if up:  # The kernel has dropped the neighbours.
+        if up:  # the kernel has dropped the neighbours
             others = [i for i in range(len(self.hosts)) if i != index]
             _run(["ip", "-n", name, "-batch", "-"], "\n".join(self._neighbours(rail, others)))
 
     def cut_link(self, index: int, rail: int, cut: bool) -> None:
-        """Cut or restore a host's link at the switch: the host loses its carrier."""
+        """Cut or restore a host's link at the switch. The host sees that its carrier is lost."""
         state = "down" if cut else "up"
         _run(["ip", "-n", self._switch, "link", "set", port_of(index, rail), state])
 
     def set_rate(self, index: int, rail: int, bits: int) -> None:
-        """Change the rate of a host's link in both directions; flows then share a single queue."""
+        """Change the rate of a host's link in both directions. Flows then share a single queue."""
         ends = [(str(self.hosts[index].namespace), self.hosts[index].interfaces[rail])]
         ends += [(self._switch, port_of(index, rail))]
         for namespace, device in ends:
@@ -243,8 +245,8 @@ class Emulation:
     def _shape(
         self, namespace: str, device: str, key: str, rail: int, peers: Sequence[int]
     ) -> None:
-        """Limit the traffic that leaves through a device; ``key`` is the address field that tells
-        peers apart."""
+        """Limit the traffic that leaves through a device. ``key``: address field by which peers are
+        told apart."""
         rate = self._topology.link_bits
         burst = max(_LEAST_BURST, int(rate / 8 * _BURST_S))
         if not self._topology.fair_queue or not peers:
@@ -287,14 +289,15 @@ def _sysctl(namespace: str, values: dict[str, str]) -> None:
 
 
 def _present(setting: str) -> bool:
-    """Return whether the kernel has a setting: without IPv6 there is nothing to disable."""
+    """Return whether the kernel has a setting. Without IPv6, for example, there is nothing to
+    disable."""
     return not setting.startswith("net.ipv6") or Path("/proc/sys/net/ipv6").is_dir()
 
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """Context that only one process of the machine can enter at a time, so that no run deletes
-    hosts that another run needs."""
+    """Return a context that only one process of the machine can enter at a time. Otherwise a run
+    could delete hosts that another one needs."""
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -302,8 +305,8 @@ def _locked() -> Iterator[None]:
 
 @contextmanager
 def _allowed(chosen: str) -> Iterator[None]:
-    """Context that allows a congestion control to all: a namespace may choose only an
-    allowed one."""
+    """Return a context that allows a congestion control to all, because a namespace may choose only
+    an allowed one."""
     with _locked():
         allowed = _CONTROLS.read_text().strip()
         added = chosen not in allowed.split()
@@ -343,8 +346,9 @@ _START_S, _QUIT_S = 10.0, 10.0
 
 @contextmanager
 def together(plan: Plan) -> Iterator[None]:
-    """Context in which ranks of the plan that share a GPU run on it concurrently, if this machine
-    has the service; logs to stderr. Does nothing if the user has set ``CUDA_MPS_PIPE_DIRECTORY``.
+    """Return a context in which ranks of the plan that share a GPU run on it concurrently, if this
+    machine has the service. Logs to stderr. Does nothing if the user has set
+    ``CUDA_MPS_PIPE_DIRECTORY``.
     """
     sharing = _sharing(plan)
     if not sharing:
@@ -356,13 +360,13 @@ def together(plan: Plan) -> Iterator[None]:
         _tell(f"{sharing}, one after the other: {_PROGRAM} is not on PATH")
         yield
     else:
-        # The path is short, because the length of a socket's path is limited.
+        # The folder's path is short, because the length of a socket's path is limited.
         with tempfile.TemporaryDirectory(prefix="bps-mps-", dir="/tmp") as folder:
             yield from _served(Path(folder), sharing)
 
 
 def _sharing(plan: Plan) -> str:
-    """Describe how many ranks share which GPUs; empty if each rank has its own GPU."""
+    """Describe how many ranks share which GPUs. Empty if each rank has a GPU of its own."""
     if not plan.shares_gpus():
         return ""
     from scripts.children import count_gpus
@@ -400,7 +404,7 @@ def _answers(service: Spawned, variables: dict[str, str]) -> bool:
 
 
 def _ask(command: str, variables: dict[str, str]) -> bool:
-    """Send a command to the service; return whether it succeeded."""
+    """Send a command to the service. Return whether it has succeeded."""
     try:
         done = subprocess.run(
             [_PROGRAM],
@@ -422,7 +426,7 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def hosts_of(plan: Plan) -> Iterator[Sequence[Host]]:
-    """Context with the hosts of a plan's topology, on GPUs that ranks may share."""
+    """Return a context with the hosts of a plan's topology. Their GPUs may be shared by ranks."""
     with together(plan):
         if not plan.topology.emulated_hosts:
             yield [LOOPBACK]

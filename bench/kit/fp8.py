@@ -1,4 +1,5 @@
-"""Blocks of fp8 values, in which gradients can travel over NCCL, for comparison."""
+"""Blocks of fp8 values. Gradients can travel in them over NCCL, which is measured for
+comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ _LARGEST = 448.0
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """Encode fp32 values into blocks of 130 bytes; their number must be a multiple of 128.
+    """Encode fp32 values into blocks of 130 bytes. The number of values must be a multiple of 128.
 
     Scales are powers of two, so scaling does not round.
     """

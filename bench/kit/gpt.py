@@ -1,4 +1,4 @@
-"""Common code of benchmarks that train a small GPT on text."""
+"""Code that benchmarks share which train a small GPT on text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> 
     arguments += ["--num-attention-heads", heads, "--seq-length", length]
     arguments += ["--max-position-embeddings", length, "--micro-batch-size", str(options.batch)]
     arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
-    # Without warm-up the initial rate is high, and the smallest differences make runs diverge.
+    # Without warm-up the initial rate would be high, and the smallest differences would make runs
+    # diverge.
     arguments += ["--lr-warmup-iters", str(options.steps // 10)]
     return [*arguments, *options.megatron]
 
@@ -69,8 +70,8 @@ def result_of(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     name: str,
 ) -> dict[str, Any]:
-    """Return the result in ``--from-json``, or measure and write it to ``--out``. Prints its
-    metadata. Raises the errors of ``measure``."""
+    """Return the result in ``--from-json``. Without it, measure, and write the result to ``--out``.
+    Prints the result's metadata. Raises the errors of ``measure``."""
     if options.from_json:
         result: dict[str, Any] = json.loads(options.from_json.read_text(encoding="utf-8"))
     else:
@@ -82,7 +83,7 @@ def result_of(
 
 
 def smooth(values: Sequence[float], over: int = 20) -> list[float]:
-    """Return for each value the mean of the last `over` values, itself included."""
+    """Return, for each value, the mean of the last `over` values up to it."""
     return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
 
 

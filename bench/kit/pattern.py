@@ -1,21 +1,21 @@
 """Inputs whose sum has a closed form, so that every result of a benchmark is checked.
 
 The value at an index depends on rank, size, index and round, so a stale, swapped or torn buffer is
-detected. Values are integers small enough for a sum over all ranks to be exact in the element type,
-in any order of addition. If values travel in blocks of few bits, each block has a value of the
-largest magnitude. So its scale is the same on all ranks except for a power of two, and nothing is
-rounded.
+detected. Values are integers, small enough for a sum over all ranks to be exact in the element
+type, in any order of addition. If values travel in blocks of few bits, each block has a value of
+the largest magnitude. So its scale is the same on all ranks except for a power of two, and nothing
+is rounded.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Period of the values by index. It is a prime, so that no partition or tensor is a multiple of it.
+# Period of the values by index. It is a prime, so no partition or tensor is a multiple of it.
 PERIOD = 16381
 BLOCK = 128
 _MOST = {"int8": 127, "int4": 7, "fp8": 1}
-"""Largest integer in a block. For fp8 it is so small that the sum fits in four bits."""
+"""Largest integer in a block. For fp8 it is small, so that the sum fits in four bits."""
 _LARGEST_EXACT = {"bfloat16": 256, "float16": 2048, "int8": 127, "uint8": 255}
 
 
@@ -45,7 +45,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class Pattern:
-    """Inputs and sums of a given size over ``ranks`` ranks."""
+    """Inputs and sums of one size over ``ranks`` ranks."""
 
     def __init__(
         self, *, rank: int, ranks: int, size: int, dtype: str, device: str, form: str = "same"
@@ -61,7 +61,7 @@ class Pattern:
         self._most = _MOST.get(form)
 
     def _values(self, rank: int, round_: int, offset: int) -> torch.Tensor:
-        """Return a period of a rank's input."""
+        """Return one period of a rank's input."""
         if self._most is None:
             exact = {"bf16": "bfloat16", "fp16": "float16"}.get(self._form, self._dtype)
             return _mixed(rank, self._size, round_, offset) % _span(self._ranks, exact)
@@ -79,7 +79,8 @@ class Pattern:
         return values.to(_dtype(self._dtype)).to(self._device)
 
     def fill(self, tensor: torch.Tensor, round_: int, offset: int = 0) -> None:
-        """Write this rank's input; ``offset`` is the tensor's first index within the size."""
+        """Write this rank's input. ``offset``: index, within the size, of the tensor's first
+        element."""
         period = self._moved(self._values(self._rank, round_, offset))
         whole = len(tensor) // PERIOD * PERIOD
         tensor[:whole].view(-1, PERIOD).copy_(period.expand(whole // PERIOD, PERIOD))
@@ -88,8 +89,8 @@ class Pattern:
             tensor[::BLOCK] = self._most * _weight(self._rank, self._form)
 
     def count_wrong(self, tensor: torch.Tensor, round_: int, offset: int = 0) -> int:
-        """Count elements that differ from the sum over all ranks. Overwrites elements that begin a
-        block."""
+        """Count elements that differ from the sum over all ranks. Elements that begin a block are
+        overwritten."""
         want = self._moved(self._sum(round_, offset))
         wrong = 0
         if self._most is not None:
@@ -97,7 +98,7 @@ class Pattern:
             wrong += int((tensor[::BLOCK] != self._most * weights).sum())
             begins = torch.arange(0, len(tensor), BLOCK, device=tensor.device)
             tensor[::BLOCK] = want[begins % PERIOD]
-        rows = 256  # Bounds the memory of the comparison.
+        rows = 256  # limits the memory of the comparison
         for begin in range(0, len(tensor), rows * PERIOD):
             part = tensor[begin : begin + rows * PERIOD]
             whole = len(part) // PERIOD * PERIOD

@@ -1,4 +1,4 @@
-"""Plans: what to measure, and where its processes run."""
+"""Plans of a measurement: cases to measure, and hosts on which processes run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ONE_NIC = "byteps-one-nic"
 BACKENDS = ("byteps", ONE_NIC, *_COLLECTIVES, "sockets")
 """Backends. ``byteps-one-nic`` uses only the first NIC of each host. Backends ending in ``-nodes``
 sum in two levels: inside each host, then between hosts. Backends ending in ``-fp8`` send blocks of
-fp8 by an all-to-all, add in fp32, and send sums by an all-gather."""
+fp8 by an all-to-all, add in fp32, and send the sums by an all-gather."""
 _BYTEPS = ("byteps", ONE_NIC)
 _THROUGH_SERVERS = (*_BYTEPS, "sockets")
 DTYPE_BYTES = {
@@ -37,13 +37,13 @@ def is_byteps(backend: str) -> bool:
 
 
 def through_servers(backend: str) -> bool:
-    """Return whether a backend's bytes go through servers; otherwise they go around a ring."""
+    """Return whether a backend's bytes go through servers. Otherwise they go around a ring."""
     return backend in _THROUGH_SERVERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A size and element type to measure."""
+    """Size and element type to measure."""
 
     size: int
     """Bytes that each worker sums per iteration."""
@@ -53,9 +53,9 @@ class Case:
     iters: int
     """Number of timed iterations."""
     warmup: int
-    """Number of iterations before these, verified but not timed."""
+    """Number of iterations before the timed ones. Their results are checked."""
     wire: str = SAME
-    """Type in which BytePS sends values; it also sets the bytes that plain sockets move."""
+    """Type in which BytePS sends values. Plain sockets move as many bytes."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -97,28 +97,29 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Numbers of processes, and their links."""
+    """Numbers of processes, and the links between them."""
 
     workers: int
     servers: int
-    """Number of BytePS servers besides ``local_servers``, on separate machines unless ``colocate``.
-    An all-reduce has none."""
+    """Number of BytePS servers besides ``local_servers``: on separate machines, unless
+    ``colocate``. An all-reduce has none."""
     servers_per_machine: int = 1
     """Server processes per server machine."""
     ranks_per_host: int = 1
-    """Number of workers that share a host and its link; the last host may have fewer."""
+    """Number of workers that share a host and its link. The last host may have fewer."""
     uneven: int = 1
-    """If above 1: number of TCP connections to each server of one rank per host, the first on the
-    first host, the second on the second, and so on. Other ranks have one connection, and so a
-    smaller share of the link."""
+    """If above 1: number of TCP connections that one rank per host has to each server: the first
+    rank on the first host, the second on the second, and so on. Other ranks have one connection,
+    and so a smaller share of the link."""
     colocate: bool = False
-    """Servers run on the workers' hosts, server i on host i mod hosts."""
+    """Whether servers run on the workers' hosts: server i on host i mod hosts."""
     local_servers: int = 0
     """Number of servers on each of the workers' hosts, in addition to those on server machines."""
     in_job: bool = False
-    """The processes belong to a job that something else has started."""
+    """Whether the processes belong to a job that something else has started."""
     emulated_hosts: int = 0
-    """Number of network namespaces, each with its own link; 0: all processes share loopback."""
+    """Number of network namespaces, each with a link of its own; 0: all processes share
+    loopback."""
     link_bits: int = 0
     """Bits per second of each NIC, in each direction; 0: unknown, so no limit is computed."""
     nics_per_host: int = 1
@@ -126,8 +127,8 @@ class Topology:
     mtu: int = 9000
     congestion_control: str = "cubic"
     fair_queue: bool = True
-    """Peers share a link fairly, packet by packet; otherwise it is a single queue, and TCP
-    decides."""
+    """Whether peers share a link fairly, packet by packet. Otherwise a link is a single queue, and
+    TCP decides."""
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 1:
@@ -154,7 +155,7 @@ class Topology:
         return self.link_bits * self.nics_per_host
 
     def bits_of(self, backend: str) -> int:
-        """Return the bits per second of the NICs of a host that a backend uses."""
+        """Return the bits per second of a host's NICs that a backend uses."""
         return self.link_bits if backend == ONE_NIC else self.host_bits
 
     @property
@@ -168,7 +169,8 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run: every backend is launched ``launches`` times, interleaved, and measures all cases."""
+    """Run in which every backend is launched ``launches`` times, interleaved. Each launch measures
+    all cases."""
 
     cases: tuple[Case, ...]
     topology: Topology
@@ -177,10 +179,10 @@ class Plan:
     device: str = "cpu"
     """Device of the tensors: cpu or cuda."""
     max_busy: float = 1.0
-    """Limit of the fraction of this machine's cores that a launch keeps busy. Launches above it are
-    not counted."""
+    """Largest fraction of this machine's cores that a launch may keep busy. Launches above it do
+    not count."""
     retries: int = 0
-    """Number of rounds that may be repeated because of that."""
+    """Number of rounds that may be repeated because the machine was too busy."""
     timeout_s: float = 600.0
     """Timeout of a launch."""
     flows: int = 4
@@ -204,7 +206,7 @@ class Plan:
             raise ValueError("there must be at least one launch, and no fewer than 0 retries")
 
     def shares_gpus(self) -> bool:
-        """Return whether the ranks outnumber this machine's GPUs."""
+        """Return whether the plan has more ranks than this machine has GPUs."""
         if self.device != "cuda":
             return False
         from scripts.children import outnumbered

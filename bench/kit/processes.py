@@ -1,4 +1,4 @@
-"""Starts the processes of a job, each on its host. A failure or timeout ends all, with the
+"""Starts the processes of a job, each on its host. A failure or timeout of one ends all, with the
 reason."""
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _SECRET = secrets.token_hex(32)
 
 
 class LaunchError(Exception):
-    """A launch failed; the text has the ends of its logs."""
+    """Error of a launch. The text has the ends of its logs."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # A second signal would interrupt the cleanup, which is bounded in time.
+    # A second signal would interrupt the cleanup. It is ignored, because the cleanup is bounded in
+    # time.
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -43,14 +44,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def become_interruptible() -> None:
     """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
 
-    This also works if a shell has started the program in the background with SIGINT ignored.
+    This works even if a shell has started the program in the background with SIGINT ignored.
     """
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
 
 
 def server_executable() -> str:
-    """Return the path of byteps-server, next to this Python or on PATH. Raises LaunchError."""
+    """Return the path of byteps-server: next to this Python, or on PATH. Raises LaunchError."""
     try:
         return children.server_executable()
     except FileNotFoundError as error:
@@ -69,12 +70,12 @@ def plain_environment() -> dict[str, str]:
     }
     if not kept.keys() & {"BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"}:
         kept["BYTEPS_SECRET"] = _SECRET
-    # Each process has one thread, because on an emulated cluster many processes share few cores.
+    # Each process has one thread, because many processes of an emulated cluster share few cores.
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Processes:
-    """Processes of a launch; a context manager that ends those still running."""
+    """Processes of a launch: a context manager that ends those that still run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +90,7 @@ class Processes:
     def start(
         self, title: str, command: Sequence[str], host: Host, environment: Mapping[str, str]
     ) -> int:
-        """Start a process on a host; return its pid. It ends when this process ends."""
+        """Start a process on a host, and return its pid. The process ends when this one ends."""
         process = Spawned(title, host.command(command), environment, self.folder)
         self._started.append(process)
         return process.pid
@@ -106,7 +107,7 @@ class Processes:
         process.kill()
 
     def wait_file(self, path: Path, timeout_s: float) -> str:
-        """Wait for a file that a process writes; return its content."""
+        """Wait for a file that a process writes. Return its content."""
         deadline = time.monotonic() + timeout_s
         while not path.exists():
             self._demand_well()
@@ -130,7 +131,7 @@ class Processes:
     def _demand_well(self) -> None:
         failed = {process.title: process.status for process in self._started if process.status}
         if failed:
-            time.sleep(1.0)  # Gives the others time to notice and log the reason.
+            time.sleep(1.0)  # gives the other processes time to notice and log the reason
             raise LaunchError(f"exit status {failed}\n{self.logs()}")
 
     def logs(self) -> str:
@@ -165,7 +166,8 @@ class Placement:
         self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
         self.apart = any(host.namespace for host in hosts) or shares_gpus
         """Whether NCCL must treat each host of workers as a separate machine."""
-        # The scheduler moves no gradients, so next to worker 0 it needs no host of its own.
+        # The scheduler moves no gradients, so it needs no host of its own, and runs next to worker
+        # 0.
         self.scheduler = self.workers[0]
 
     def host_of(self, rank: int) -> int:
@@ -176,7 +178,7 @@ class Placement:
 def start_nodes(
     placement: Placement, processes: Processes, environment: dict[str, str]
 ) -> tuple[list[int], dict[str, str]]:
-    """Start scheduler and servers; return their pids, and the variables with which processes join
+    """Start scheduler and servers. Return their pids, and the variables with which processes join
     them."""
     port_file = processes.folder / "scheduler.port"
     job = {
@@ -186,7 +188,7 @@ def start_nodes(
         "DMLC_NUM_SERVER": str(len(placement.servers)),
     }
     if len(placement.scheduler.interfaces) > 1:
-        # Virtual NICs are not chosen automatically.
+        # Virtual NICs are named, because they are not chosen automatically.
         nics = ",".join(placement.scheduler.interfaces)
         job["BYTEPS_NICS"] = environment.get("BYTEPS_NICS", nics)
     pids = [
@@ -222,10 +224,10 @@ def start_workers(
     processes: Processes,
     environment: dict[str, str],
 ) -> None:
-    """Start every rank: a module, called with a specification file and a result file."""
+    """Start every rank. It runs a module with a specification file and a result file."""
     spec_file = processes.folder / "spec.json"
     spec_file.write_text(json.dumps(spec))
-    # This path precedes the user's PYTHONPATH, which may have the packages of a bundle.
+    # This path comes before the user's PYTHONPATH, which may have the packages of a bundle.
     paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
     environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for rank, host in enumerate(placement.workers):
@@ -242,7 +244,7 @@ def run_job(
     settings: Mapping[str, str],
     timeout_s: float,
 ) -> Any:
-    """Start the nodes and every rank of a job with these settings, and return rank 0's result.
+    """Start the nodes and every rank of a job with these settings. Return rank 0's result.
 
     Adds "rendezvous" and "timeout_s" to `spec`. Raises LaunchError if a process fails or times out.
     """
@@ -278,13 +280,13 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
 
 
 def _as_machine(number: int, host: Host, ranks: int) -> dict[str, str]:
-    """Return variables that keep NCCL from detecting that hosts share this machine."""
+    """Return variables that hide from NCCL that hosts share this machine."""
     variables = {
         "NCCL_HOSTID": f"bench-host-{number}",
         "NCCL_SOCKET_IFNAME": ",".join(host.interfaces),
         "NCCL_IB_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
-    if ranks == 1:  # Several ranks of a host may use P2P and shared memory.
+    if ranks == 1:  # the ranks of a host may use P2P and shared memory
         variables |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     return variables

@@ -1,5 +1,5 @@
-"""Metadata of measurements (versions, machine, settings, topology) as text; sizes and rates; the
-kernel's counts of CPU time and memory."""
+"""Text and figures for records: metadata of measurements (versions, machine, settings, topology),
+sizes and rates, the kernel's counts of CPU time and memory."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ def parse_hosts(text: str) -> tuple[int, int]:
 
 
 def sweep(smallest: int, largest: int, factor: float) -> list[int]:
-    """Return sizes from the smallest on, each ``factor`` times the one before, up to the
-    largest."""
+    """Return sizes from the smallest up to the largest, each ``factor`` times the previous one."""
     if factor <= 1:
         raise ValueError(f"--factor must be larger than 1, not {factor:g}")
     if smallest > largest:
@@ -95,13 +94,13 @@ def show_rate(bits: int) -> str:
 
 def process_cpu_ns(pid: int) -> int:
     """Return the CPU time, user and system, of all threads of another process, in ns."""
-    # The kernel's encoding of a process's CPU clock (clock_getcpuclockid(3)).
+    # This is how the kernel encodes a process's CPU clock (clock_getcpuclockid(3)).
     per_process_clock = 2
     return time.clock_gettime_ns(~pid << 3 | per_process_clock)
 
 
 def total_cpu_ns(pids: Sequence[int]) -> int:
-    """Return the sum over processes, in ns."""
+    """Return the CPU time of processes together, in ns."""
     return sum(process_cpu_ns(pid) for pid in pids)
 
 
@@ -136,7 +135,7 @@ def ticks() -> Ticks:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return a process's resident memory that is not shared with a file or another process."""
+    """Return the resident memory that a process shares with no file and no other process."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) << 10

@@ -3,7 +3,7 @@
 
 `packages.tsv` names Debian and Python packages with their versions and the checksums of their
 files. Each text file in them is a document. The hash of its letters and digits decides whether it
-is held out, or to which training pack it belongs; duplicates are dropped. The same packages give
+is held out, or to which training pack it belongs. Duplicates are dropped. The same packages give
 the same bytes.
 
   bench/learning/corpus.py                    download, and write build/learning/corpus
@@ -34,12 +34,12 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("packages.tsv")
 PACKS = 7
-"""Number of training packs, each of at most 50 MiB: a machine without a network receives one at a
+"""Number of training packs, each of at most 50 MiB: a machine without a network gets one at a
 time."""
 HELD_OUT = 100
-"""One of this many documents is held out."""
+"""Number of documents of which one is held out."""
 SHORTEST, LONGEST = 300, 300_000
-"""Limits of a document's bytes: tables are longer, stubs shorter."""
+"""Limits of a document's length in bytes. Tables are longer, and stubs shorter."""
 TEXT = re.compile(
     r"\.(c|cc|cpp|el|go|h|hpp|html?|java|js|md|ml|p[lm]|pod|pyi?|r[bs]|rst|s|scm|sh|tcl|texi|ts|txt"
     r"|ya?ml)$",
@@ -53,7 +53,7 @@ END = b"\0"
 
 
 class CorpusError(Exception):
-    """A package cannot be used; the text has the reason."""
+    """Error if a package cannot be used. The text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ class Package:
     """A line of `packages.tsv`, parsed."""
 
     kind: str
-    """debian or python."""
+    """Kind of the package: debian or python."""
     name: str
     share: float
-    """Fraction of its files to take, by the hash of their names, so that no package dominates."""
+    """Fraction of the package's files to take, chosen by the hash of their names, so that no
+    package dominates."""
     licence: str
     version: str = ""
     file: str = ""
@@ -77,7 +78,7 @@ class Package:
 
 
 def packages() -> list[Package]:
-    """Return the list, in its order."""
+    """Return the packages of the list, in its order."""
     found = []
     for line in LIST.read_text(encoding="utf-8").splitlines()[1:]:
         kind, name, share, *rest = line.split("\t")
@@ -86,11 +87,11 @@ def packages() -> list[Package]:
 
 
 def fetch(package: Package, folder: Path) -> Package:
-    """Download a package if it is missing, and check it. Takes the newest if the list has no
-    version.
+    """Download a package if it is missing, and check it. If the list has no version, take the
+    newest.
 
     Raises:
-        CorpusError: it is not available, or its checksum differs.
+        CorpusError: the package is not available, or its checksum differs.
     """
     if package.file and (folder / package.file).exists():
         return _checked(package, folder / package.file)
@@ -126,7 +127,7 @@ def _checked(package: Package, path: Path) -> Package:
 
 
 def files(package: Package, path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of each text file, including those in archives inside the package."""
+    """Yield name and bytes of each text file, even of those in archives inside the package."""
     if package.kind == "python":
         yield from _of_zip(path, package)
         return
@@ -175,7 +176,7 @@ _NO_LETTER = re.compile(rb"[^a-z0-9]+")
 
 
 def text_of(name: str, content: bytes) -> str | None:
-    """Return the text of a file; None if it is not human-written text."""
+    """Return the text of a file. None if no human has written it."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -207,8 +208,8 @@ class Document:
 
 
 def extract(package: Package, downloads: Path, folder: Path) -> list[Document]:
-    """Write all documents of a package into a file, in the order of their names, unless that was
-    done."""
+    """Write all documents of a package into a file, in the order of their names. Does nothing if
+    that was done."""
     index = folder / f"{package.sha256[:16]}-{package.share:g}.json"
     if index.exists():
         return [Document(*fields) for fields in json.loads(index.read_text(encoding="utf-8"))]
@@ -231,7 +232,7 @@ def extract(package: Package, downloads: Path, folder: Path) -> list[Document]:
 
 
 def write_pack(documents: Sequence[Document], folder: Path, path: Path) -> int:
-    """Write documents one after the other, compressed; return the bytes of text."""
+    """Write documents one after the other, compressed. Return the number of bytes of text."""
     total = 0
     with path.open("wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as out:
         for document in documents:

@@ -2,8 +2,8 @@
 """Measures what local steps cost in held-out loss, over one job with summed gradients.
 
 Trains a GPT of 36 million parameters on 20 tokens per parameter: as one job (0 replicas), and as
-replicas that exchange parameters once in `--every` steps. Each run is NAME.json in the folder; runs
-that are there are not made again, so pieces of GPU time add up. The loss is that of the outer
+replicas that exchange parameters once in `--every` steps. Each run is NAME.json in the folder. Runs
+that exist are not made again, so pieces of GPU time add up. The loss is that of the outer
 parameters, on text that no replica has seen.
 
   bench/learning/local_steps.py --limit-s 500                      what is missing, as time allows
@@ -42,8 +42,8 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Settings of a number of replicas that were published as the best for 35 million
-    parameters (arXiv 2503.09799)."""
+    """Settings for a number of replicas that were published as the best for 35 million parameters
+    (arXiv 2503.09799)."""
 
     batch: int
     """Number of sequences of 512 tokens per replica and step."""
@@ -58,7 +58,7 @@ BEST = {
     4: Best(batch=38, rate=5e-3, outer_rate=0.6),
     8: Best(batch=24, rate=4e-3, outer_rate=0.8),
 }
-"""By number of replicas; 0 is the one job, whose gradients are those of four hosts."""
+"""Settings by number of replicas. 0 is the one job, which sums the gradients of four hosts."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -100,7 +100,7 @@ def name_of(options: argparse.Namespace, count: int, rate: float, seed: int) -> 
 def train(
     options: argparse.Namespace, trainer: Trainer, local: LocalSteps | None, seed: int
 ) -> dict[str, Any]:
-    """Train one run, and return its result."""
+    """Train one run. Return its result."""
     run = Run("bf16", seed, local=local)
     trainer.start(run)
     while run.step < trainer.schedule.steps:
@@ -123,7 +123,7 @@ def train(
 
 
 def run_count(options: argparse.Namespace, count: int, until: float) -> bool:
-    """Make the missing runs of a number of replicas. Returns whether all are done."""
+    """Make the missing runs of a number of replicas. Return whether all are done."""
     best = BEST[count]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = Size(
@@ -179,7 +179,7 @@ def run_count(options: argparse.Namespace, count: int, until: float) -> bool:
 
 
 def report(folders: Sequence[Path]) -> list[str]:
-    """Return the table as lines of Markdown. The one job is compared at its best rate."""
+    """Return the table as lines of Markdown. For the one job, the best rate is compared."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")):

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 KEPT_BYTES = 64 << 10
-"""Parameters of fewer bytes, or of fewer than two dimensions, stay bf16, as in the product."""
+"""Parameters of fewer bytes, or of fewer than two dimensions, stay bf16, as in BytePS."""
 ALIGNMENT = 1024
-"""Number of values to which a flat tensor is padded: whole blocks, and equal chunks per host."""
+"""Number of values to a multiple of which a flat tensor is padded: whole blocks, and equal chunks
+per host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Size:
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part, each behind a norm."""
+    """Attention and a feed-forward part, each after a norm."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of predicting each token from the tokens before it.
+        """Return the mean loss of predicting each token from those before it.
 
         Args:
             tokens: shape (batch, sequence + 1)
@@ -97,7 +98,7 @@ class GPT(nn.Module):
 
 
 class FlatGPT:
-    """A GPT in bf16 whose parameters are views of `held`; parameters that travel in few bits come
+    """GPT in bf16 whose parameters are views of `held`. Parameters that travel in few bits come
     first."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
@@ -116,7 +117,8 @@ class FlatGPT:
                 begin += parameter.numel()
 
     def first_values(self, size: Size, seed: int) -> torch.Tensor:
-        """Return initial parameters, flat, fp32, on the CPU. The same for a seed on any machine."""
+        """Return initial parameters, flat, fp32, on the CPU. A seed gives the same ones on any
+        machine."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fresh = dict(GPT(size).named_parameters())
@@ -132,7 +134,7 @@ class FlatGPT:
     def shards(self, hosts: int) -> torch.Tensor:
         """Return the indices of `held` in the order in which FSDP2 gathers them.
 
-        A layer's parameters are gathered together, and those outside of layers, too. Each host
+        A layer's parameters are gathered together, and so are those outside of layers. Each host
         sends its rows of each parameter, one after the other. Its last block is filled up with
         padding of `held`.
         """

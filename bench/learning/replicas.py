@@ -1,6 +1,6 @@
 """Emulates replicas that step on their own, and exchange parameters once in many steps.
 
-All replicas are simulated in a single process, one after the other, with the arithmetic of
+A single process simulates all replicas, one after the other, with the arithmetic of
 `byteps.torch.diloco`: rows of tensors are replicas. Differences travel in bf16, or in few bits with
 feedback, and the average is rounded once.
 """
@@ -25,7 +25,8 @@ class LocalSteps:
     lr: float = 0.6
     momentum: float = 0.9
     after: int = 0
-    """Number of initial steps in which gradients are summed. Outer momentum is filled meanwhile."""
+    """Number of initial steps in which gradients are summed. Meanwhile the outer momentum is
+    filled."""
     form: str = "bf16"
     """Type of differences and averages: bf16, int8 or int4."""
 
@@ -33,11 +34,11 @@ class LocalSteps:
 class Replicas:
     """Parameters and inner AdamW state of all replicas, and the outer optimizer.
 
-    Like `wires.Hosts`, it updates `held`, from which the model computes.
+    Like `wires.Hosts`, this class updates `held`, from which the model computes.
     """
 
     def __init__(self, held: torch.Tensor, few: int, count: int) -> None:
-        """`held`: bf16 parameters of the replica that computes now; whole blocks."""
+        """`held`: bf16 parameters of the replica that computes now, in whole blocks."""
         self.held, self._few = held, few
         numel, device = held.numel(), held.device
         self._replica_held = torch.zeros(count, numel, dtype=torch.bfloat16, device=device)
@@ -47,7 +48,7 @@ class Replicas:
         self.outer, self._momentum = (torch.zeros(numel, device=device) for _ in range(2))
 
     def start(self, recipe: LocalSteps, adamw: AdamW, values: torch.Tensor) -> None:
-        """Begin with these fp32 parameters and a zero state."""
+        """Begin with these fp32 parameters, and with a state of zeros."""
         self._recipe, self._adamw, self._steps = recipe, adamw, 0
         self.held.copy_(values)
         self._replica_held.copy_(self.held)
@@ -69,7 +70,7 @@ class Replicas:
         self.held.copy_(self._replica_held[replica])
 
     def step(self, few: torch.Tensor, kept: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Step each replica's AdamW; exchange, if it is due. Arguments are those of
+        """Step each replica's AdamW, and exchange if an exchange is due. The arguments are those of
         `wires.Hosts.step`."""
         self._steps += 1
         gradients = torch.cat([few, kept], 1)

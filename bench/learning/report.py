@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Reports the cost of every wire type in held-out loss, from the results of bench/learning/run.py.
 
-A seed fixes initial parameters and data order; only runs of the same seed are compared. The
+A seed fixes initial parameters and data order, so only runs of the same seed are compared. The
 interval is Student's t, over seeds.
 
   bench/learning/report.py [--at-most int8=0.003,int4-int8-servers=0.006]
@@ -25,7 +25,7 @@ from bench.learning.wires import RECIPES
 
 REFERENCE = "bf16"
 KEPT = Path(__file__).with_name("results.jsonl")
-"""Finished runs of all machines, one per line. GPU time from several sessions adds up here."""
+"""Finished runs of all machines, one per line. Runs from several sessions add up here."""
 ALIKE = ("size", "schedule", "parameters", "train_sequences")
 """Entries of a result that compared runs must share."""
 HEAD = (
@@ -39,7 +39,7 @@ Results = dict[str, dict[int, dict[str, Any]]]
 
 
 def kept(path: Path = KEPT) -> Results:
-    """Read the results that the project keeps.
+    """Read the results that the project keeps in its repository.
 
     Raises:
         ValueError: the runs have different models, schedules or texts.
@@ -66,7 +66,7 @@ def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
 
 
 def add(folders: Sequence[Path]) -> None:
-    """Add the results of run.py's folders to `KEPT`, replacing equal runs."""
+    """Add the results in run.py's folders to `KEPT`. They replace equal runs."""
     runs = [run for seeds in kept().values() for run in seeds.values()]
     for folder in folders:
         for path in folder.glob("*-[0-9]*.json"):
@@ -77,7 +77,7 @@ def add(folders: Sequence[Path]) -> None:
 
 
 def differences(found: Results, wire: str) -> list[float]:
-    """Return the relative difference to the reference for each common seed."""
+    """Return, for each common seed, the relative difference to the reference."""
     theirs = found.get(REFERENCE, {})
     seeds = sorted(set(found[wire]) & set(theirs))
     return [found[wire][s]["held_out"] / theirs[s]["held_out"] - 1 for s in seeds]
@@ -104,7 +104,7 @@ def table(found: Results) -> list[str]:
 
 
 def problems(found: Results, at_most: dict[str, float]) -> list[str]:
-    """Return descriptions of intervals that end above their limits, or are unknown."""
+    """Return descriptions of intervals that end above their limits, or that are unknown."""
     wrong = []
     for wire, limit in at_most.items():
         apart = differences(found, wire) if wire in found else []

@@ -2,7 +2,7 @@
 """Trains a small GPT with every wire type and several seeds, as far as a time limit allows.
 
 Makes the runs that neither the folder nor results.jsonl has, in order of importance. A finished run
-is NAME.json in the folder; a run stopped by the limit resumes from NAME.pt.
+is NAME.json in the folder. A run that the limit has stopped resumes from NAME.pt.
 bench/learning/report.py makes the table, and adds a folder to results.jsonl.
 
   bench/learning/run.py --out FOLDER --limit-s 500
@@ -35,7 +35,7 @@ from bench.learning.wires import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("bf16", "int8-servers", "int4-int8-servers", "int8", "int4")
-"""Wires whose seeds are all trained before any other wire."""
+"""Wire types of which all seeds are trained before any other wire type."""
 PROBED = 40
 """Number of steps that --probe measures."""
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def wanted(options: argparse.Namespace) -> list[Run]:
-    """Return all missing runs: the important ones first, seed by seed."""
+    """Return all missing runs. The important ones come first, seed by seed."""
     runs = []
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for part in (True, False):
@@ -99,9 +99,9 @@ def trainer_of(options: argparse.Namespace, how: How) -> Trainer:
 
 
 def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None:
-    """Train the runs of the queue, one after the other, until `until` (time.time)."""
+    """Train the runs of the queue, one after the other, until time.time() is `until`."""
     trainer = trainer_of(options, how)
-    trainer.held_out_loss(options.size.batch)  # Compiles it.
+    trainer.held_out_loss(options.size.batch)  # this call compiles it
     slowest = 0.0
     while True:
         try:
@@ -147,7 +147,7 @@ def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None
 
 
 def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> None:
-    """Measure a step of the first wire and of a costly wire, once all processes are ready."""
+    """Measure a step of the first wire type and of a costly one, when all processes are ready."""
     began = time.monotonic()
     trainer = trainer_of(options, how)
     times = {}
@@ -155,7 +155,7 @@ def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> 
         run = Run(wire, 1)
         trainer.start(run)
         trainer.EVERY = 5
-        trainer.advance(run)  # Compiles kernels.
+        trainer.advance(run)  # this call compiles the kernels
         made = time.monotonic() - began
         ready.wait(120)
         trainer.EVERY = PROBED
@@ -169,7 +169,7 @@ def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> 
 
 
 def probe(options: argparse.Namespace, until: float) -> None:
-    """Try settings for a step, and record the fastest."""
+    """Try settings for a step. Record the fastest."""
     context = multiprocessing.get_context("spawn")
     tried = []
     graph, streams = How(compiled=True, graph=True), How(compiled=True, graph=True, streams=4)

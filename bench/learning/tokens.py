@@ -19,7 +19,7 @@ from bench.learning.corpus import ROOT, read_pack
 
 VOCABULARY = 32768
 END = "<|end|>"
-"""End of a document; its token is 0."""
+"""Text that ends a document. Its token is 0."""
 SAMPLE = 40_000_000
 """Number of characters from which the tokenizer learns."""
 AT_ONCE = 2000
@@ -43,9 +43,9 @@ def train(corpus: Path) -> None:
 
 
 def _sample(documents: Sequence[str]) -> Iterator[str]:
-    """Yield documents from all over a pack, which is in the order of packages."""
+    """Yield documents from all over a pack, because a pack is in the order of packages."""
     left = SAMPLE
-    step = 997  # Coprime to the number of documents, or nearly so.
+    step = 997  # coprime to the number of documents, or nearly so
     for index in range(len(documents)):
         if left <= 0:
             return
@@ -55,7 +55,7 @@ def _sample(documents: Sequence[str]) -> Iterator[str]:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
-    """Return all tokens, one document after the other; uses all cores."""
+    """Return all tokens, one document after the other. This uses all cores."""
     end = tokenizer.token_to_id(END)
     parts = []
     for begin in range(0, len(documents), AT_ONCE):

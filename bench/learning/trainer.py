@@ -1,4 +1,4 @@
-"""Trains models one after the other, so that everything is compiled only once."""
+"""Trains models one after the other in one process, so that everything is compiled only once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Schedule:
     """Fraction of `rate` at the end."""
 
     def rate_at(self, step: int) -> float:
-        """Return the rate of a step; 1 is the first step."""
+        """Return the rate of a step. The first step is 1."""
         if step <= self.warm_up:
             return self.rate * step / self.warm_up
         part = (step - self.warm_up) / max(1, self.steps - self.warm_up)
@@ -37,21 +37,21 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings for the speed of a step. Results are the same except for the order of additions on a
+    """Settings for the speed of a step. They change results only by the order of additions on a
     GPU."""
 
     compiled: bool = False
     graph: bool = False
-    """Whether forward and backward passes of all hosts are a single CUDA graph."""
+    """Whether one CUDA graph holds the forward and backward passes of all hosts."""
     streams: int = 1
     """Number of CUDA streams on which hosts compute concurrently."""
 
 
 class Corpus:
-    """Tokens on the device: whole sequences, each with the first token of the next."""
+    """Tokens on the device, as whole sequences. Each also has the first token of the next one."""
 
     def __init__(self, folder: Path, packs: int, size: Size, device: torch.device) -> None:
-        """Reads the first `packs` training packs of `folder`, which tokens.py wrote."""
+        """Read the first `packs` training packs of `folder`, which tokens.py has written."""
         paths = [folder / f"train-{pack}.tokens" for pack in range(packs)]
         parts = [np.fromfile(path, dtype=np.uint16) for path in paths]
         self.train = self._sequences(np.concatenate(parts), size, device)
@@ -72,10 +72,10 @@ class Run:
     wire: str
     seed: int
     local: LocalSteps | None = None
-    """Exchanges of replicas; None: gradients are summed as `wire` says."""
+    """Exchanges of replicas. None: gradients are summed as `wire` says."""
     step: int = 0
     losses: list[float] = field(default_factory=list)
-    """Mean training loss of each `Trainer.EVERY` steps."""
+    """Mean training loss of every `Trainer.EVERY` steps."""
     by_host: list[float] = field(default_factory=list)
     """Loss of each host in the last step."""
     seconds: float = 0.0
@@ -86,10 +86,10 @@ class Run:
 
 
 class Trainer:
-    """The memory of a model, and the functions that train it."""
+    """Memory of a model, and the functions that train it."""
 
     EVERY = 50
-    """Number of steps between two looks at the clock, which wait for the GPU."""
+    """Number of steps between two looks at the clock. A look waits for the GPU."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Trainer:
         *,
         has_replicas: bool = False,
     ) -> None:
-        """With `has_replicas` each host has its own parameters, and `How.streams` is 1."""
+        """With `has_replicas` each host has parameters of its own, and `How.streams` is 1."""
         self.corpus, self.size, self.schedule, self.how = corpus, size, schedule, how
         self.device, self.adamw = device, adamw or AdamW()
         self.flat = FlatGPT(size, device)
@@ -115,7 +115,7 @@ class Trainer:
         shape = (size.hosts, size.batch, size.sequence + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         numel = self.flat.held.numel()
-        # Each host has a row. The padding at the ends of rows stays 0.
+        # Each host has a row. The padding at the end of a row stays 0.
         self._few, self._kept = (
             torch.zeros(size.hosts, count, dtype=torch.bfloat16, device=device)
             for count in (self.flat.few, numel - self.flat.few)
@@ -153,7 +153,7 @@ class Trainer:
             current.wait_stream(stream)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        # A first run compiles kernels, and lets libraries allocate memory before the capture.
+        # A first run compiles kernels, and lets libraries allocate memory, before the capture.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

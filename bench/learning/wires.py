@@ -1,7 +1,7 @@
 """Emulates how hosts reduce gradients and update parameters with each wire type.
 
-All hosts are simulated in a single process: their gradients are rows of one tensor. The rounding is
-the product's own: `byteps.torch.wire` on the CPU and its kernels on a GPU. The servers' arithmetic
+A single process simulates all hosts: their gradients are rows of one tensor. Values are rounded by
+BytePS's own code: `byteps.torch.wire` on the CPU, its kernels on a GPU. The servers' arithmetic
 (sums in fp32 in the order of ranks, an average, AdamW) is written in torch, operation by operation.
 tests/bench/test_learning.py compares both with real servers.
 """
@@ -24,16 +24,16 @@ class Recipe:
     up: str
     """Type of pushed values: bf16, int8, or int4 with error feedback."""
     down: str
-    """Type of sums or, with the optimizer on the servers, of differences of parameters. "same":
-    the gradients' own."""
+    """Type of sums or, with the optimizer on the servers, of differences of parameters. "same": the
+    type of the gradients."""
     servers: bool
     """Whether AdamW runs on the servers."""
     gathers: str = ""
-    """Type in which FSDP2 gathers parameters; "": hosts hold all parameters."""
+    """Type in which FSDP2 gathers parameters; "": all hosts hold all parameters."""
     rotated: bool = False
     """Whether differences are multiplied by a Hadamard matrix before rounding, block by block."""
     is_product: bool = True
-    """Whether users can choose this recipe. If not, it is an experiment."""
+    """Whether users can choose this recipe. Otherwise it is an experiment."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -51,7 +51,7 @@ RECIPES: dict[str, Recipe] = {
     "bf16-servers": Recipe(up="bf16", down="bf16", servers=True),
     "int4-int8": Recipe(up="int4", down="int8", servers=False, is_product=False),
 }
-"""Recipes by name. "bf16" is the reference: a ring of bf16, parameters gathered in bf16."""
+"""Recipes by name. The reference is "bf16": a ring of bf16, with parameters gathered in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class AdamW:
     """Largest norm of an averaged gradient; 0: no clipping."""
 
     def numbers(self, step: int, rate: float) -> list[float]:
-        """Return a step's factors and divisor; 1 is the first step."""
+        """Return the factors and the divisor of a step. The first step is 1."""
         keep = 1 - rate * self.weight_decay
         root = (1 - self.beta2**step) ** 0.5
         return [keep, root, -(rate / (1 - self.beta1**step))]
@@ -79,10 +79,10 @@ class AdamW:
         square: torch.Tensor,
         numbers: torch.Tensor,
     ) -> None:
-        """Step in place, with the same operations as AdamWLoop of server/optimizer/update.cc.
+        """Make a step in place, with the operations of AdamWLoop in server/optimizer/update.cc.
 
         Args:
-            gradient: averaged, fp32; clipped in place.
+            gradient: averaged, in fp32. It is clipped in place.
             numbers: result of `numbers`, fp32, on the device.
         """
         if self.clip > 0:
@@ -99,8 +99,8 @@ class AdamW:
 class Hosts:
     """Parameters of all hosts, and the fp32 state of AdamW.
 
-    In flat tensors, parameters that travel in few bits come first, then those that stay bf16 (norms
-    and small parameters).
+    In flat tensors, parameters that travel in few bits come first. Those that stay bf16 (norms and
+    small parameters) follow.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Hosts:
         """Averaged gradient of the last step."""
 
     def start(self, recipe: Recipe, adamw: AdamW, values: torch.Tensor) -> None:
-        """Begin with these fp32 parameters and a zero state."""
+        """Begin with these fp32 parameters, and with a state of zeros."""
         device, few = self.held.device, self.few
         self.recipe, self.adamw = recipe, adamw
         self.held.copy_(values)
@@ -146,10 +146,10 @@ class Hosts:
         self._rotation = hadamard(BLOCK, device) if recipe.rotated else None
 
     def choose(self, host: int) -> None:
-        """Let the model compute as this host: all hosts hold the same parameters."""
+        """Do nothing: all hosts hold the same parameters."""
 
     def finish(self) -> None:
-        """Let the model compute with the parameters that count: it does already."""
+        """Do nothing: the model already computes with the parameters that count."""
 
     def state(self) -> dict[str, torch.Tensor | None]:
         """Return views of everything that a checkpoint needs."""
@@ -157,7 +157,7 @@ class Hosts:
         return {name: getattr(self, name) for name in names}
 
     def load(self, state: dict[str, torch.Tensor | None]) -> None:
-        """Resume from `state`, after `start`."""
+        """Resume from a `state`. Call `start` first."""
         for name, values in state.items():
             if values is not None:
                 getattr(self, name).copy_(values)
@@ -166,7 +166,7 @@ class Hosts:
         """Reduce gradients and update.
 
         Args:
-            few: bf16, a row per host; overwritten.
+            few: bf16, with a row per host. It is overwritten.
             kept: like `few`, for the parameters that stay bf16.
             numbers: result of `AdamW.numbers`, fp32, on the device.
         """
@@ -221,7 +221,8 @@ class Hosts:
         self.held[self._shards] = values
 
     def _send_differences(self) -> None:
-        """Round the differences of the servers' parameters to the hosts', as servers send them."""
+        """Round the differences between the servers' parameters and the hosts', as servers send
+        them."""
         held, master = self.held[: self.few], self.master[: self.few]
         self.held[self.few :].copy_(self.master[self.few :])
         difference = master - held.float()
@@ -240,8 +241,8 @@ class Hosts:
 
 
 def ring_mean(gradients: torch.Tensor) -> torch.Tensor:
-    """Average by a ring of bf16: every host divides first; then each of as many chunks as hosts
-    goes around, rounded at every host."""
+    """Average as a ring of bf16 does. Each host divides first. The tensor is cut into as many
+    chunks as hosts. Each chunk goes around the ring, and is rounded at every host."""
     hosts, numel = gradients.shape
     chunks = (gradients / hosts).view(hosts, hosts, numel // hosts)
     total = torch.empty_like(chunks[0])
@@ -253,7 +254,7 @@ def ring_mean(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def servers_mean(gradients: torch.Tensor) -> torch.Tensor:
-    """Average by servers, of bf16: added in fp32 and rounded once."""
+    """Average bf16 values as servers do: they are added in fp32 and rounded once."""
     total = gradients[0].float()
     for one in gradients[1:]:
         total.add_(one)
@@ -261,7 +262,7 @@ def servers_mean(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Return the symmetric, orthogonal matrix of +-1/sqrt(size), for a power of two."""
+    """Return the symmetric, orthogonal matrix of +-1/sqrt(size). `size` is a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

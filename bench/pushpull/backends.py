@@ -1,6 +1,6 @@
-"""Backends: the compared ways to sum a tensor over all workers.
+"""Backends, which are the compared ways to sum a tensor over all workers.
 
-Plain sockets sum nothing: they show the limit of a TCP transport with the traffic of a push-pull.
+Plain sockets sum nothing. They show how fast a TCP transport can move the traffic of a push-pull.
 ``sockets.cc`` moves the bytes; this module compiles and calls it.
 """
 
@@ -26,7 +26,8 @@ _LIMIT_S = 120.0
 
 
 class SocketsError(Exception):
-    """The program could not be built, or a connection broke; the text has the reason."""
+    """Error if the program could not be built, or if a connection broke. The text has the
+    reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ def build(folder: Path = _ROOT / "build" / "bench") -> Program:
     for path, flags in ((program.server, []), (program.library, ["-shared", "-fPIC"])):
         if path.exists() and path.stat().st_mtime >= _SOURCE.stat().st_mtime:
             continue
-        # The file gets its name only when complete, since another benchmark may run the old file.
+        # The file gets its name only when it is complete, because another benchmark may run the old
+        # file.
         part = path.with_name(f"{path.name}.{os.getpid()}")
         _compile([*common, *flags, str(_SOURCE), "-o", str(part)])
         part.replace(path)
@@ -66,7 +68,7 @@ def _compile(command: Sequence[str]) -> None:
 
 
 class Sockets:
-    """A worker's connections. As a ``Backend`` it sums nothing, and verifies only the number of
+    """Connections of a worker. As a ``Backend`` they sum nothing, and verify only the number of
     bytes."""
 
     sums = False
@@ -94,8 +96,8 @@ class Sockets:
         return wire
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
-        """Send and receive as many bytes as the tensors have in this wire type, from and to host
-        memory.
+        """Send as many bytes as the tensors have in this wire type, and receive as many, from and
+        to host memory.
 
         Raises:
             SocketsError: a connection broke.
@@ -119,12 +121,12 @@ class Sockets:
             raise SocketsError(f"{label}: {os.strerror(ctypes.get_errno())}")
 
     def close(self) -> None:
-        """Close the connections; the servers end after all workers have closed theirs."""
+        """Close the connections. The servers end when all workers have closed theirs."""
         self._calls.sockets_close(ctypes.c_void_p(self._job))
 
 
 class Fp8:
-    """Sums in blocks of fp8, by collectives of torch.distributed: an alternative with equally few
+    """Sums in blocks of fp8 by collectives of torch.distributed: an alternative with equally few
     bytes.
 
     Each rank rounds its values to blocks of 128 fp8 (e4m3) values with a common scale. An
@@ -172,26 +174,26 @@ _NODES, _FP8 = "-nodes", "-fp8"
 
 
 class Backend(Protocol):
-    """Interface: sums tensors over all ranks, in place."""
+    """Interface of a backend, which sums tensors over all ranks, in place."""
 
     sums: bool
-    """False if bytes are only moved and there are no results to verify."""
+    """False if bytes are only moved, so that there are no results to verify."""
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         """Start all sums, then wait for all of them.
 
         Args:
             tensors: contiguous, the same shapes on all ranks.
-            label: identifies the tensors: the same on all ranks and in all rounds, different for
-                other tensors.
-            wire: type in which BytePS sends them.
+            label: name of the tensors, the same on all ranks and in all rounds, different for other
+                tensors.
+            wire: type in which BytePS sends the tensors.
         """
 
     def form(self, wire: str) -> str:
         """Return the type to which values are rounded in transit, for `Pattern`."""
 
     def close(self) -> None:
-        """Leave the job; all ranks call this."""
+        """Leave the job. All ranks call this."""
 
 
 class AllReduce:
@@ -217,7 +219,7 @@ class AllReduce:
 class TwoLevels:
     """torch.distributed in two levels, for hosts of several ranks: a reduce-scatter inside the
     host, an all-reduce of each part between hosts, an all-gather inside the host. The tensor is cut
-    into BytePS's pieces, so that both levels overlap."""
+    into the same pieces as by BytePS, so that both levels overlap."""
 
     sums = True
 
@@ -283,8 +285,8 @@ class _Planned(NamedTuple):
 
 
 class PushPull:
-    """BytePS. Tensors are placed on servers round robin, like Megatron's buckets, and summed inside
-    each host first if ranks share a host."""
+    """BytePS as a backend. Tensors are placed on servers round robin, like Megatron's buckets. If
+    ranks share a host, they sum inside it first."""
 
     sums = True
 
@@ -362,7 +364,8 @@ class PushPull:
 
 
 def make(name: str, device: str = "cpu", sockets: Mapping[str, Any] | None = None) -> Backend:
-    """Create the backend of that name, connected to the other ranks, for tensors on that device.
+    """Create the backend of this name for tensors on this device. It is connected to the other
+    ranks.
 
     ``sockets``: arguments of the class ``Sockets``, for the backend of that name.
     """

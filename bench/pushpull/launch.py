@@ -1,4 +1,4 @@
-"""Launches of a plan: starts their processes, computes figures, writes the record."""
+"""Launches a plan: starts processes, computes figures, writes the record."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from scripts.progress import Progress
 
 SCHEMA = 1
 MAX_BUSY = 0.8
-"""Largest busy fraction of this machine's cores: above it, an emulated link is not the
+"""Largest busy fraction of this machine's cores. Above it, an emulated link is not the
 bottleneck."""
 
 
@@ -68,7 +68,7 @@ def measured_from_json(entry: dict[str, Any]) -> Measured:
 
 
 def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launch:
-    """Start everything, wait for its end, and read rank 0's record.
+    """Start all processes, wait for their end, and read rank 0's record.
 
     Raises:
         LaunchError: a process failed or timed out.
@@ -105,7 +105,7 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
 def start_sockets(
     plan: Plan, placement: Placement, processes: Processes, environment: dict[str, str]
 ) -> tuple[list[int], dict[str, Any]]:
-    """Start servers of plain sockets; return their pids, and the arguments with which workers reach
+    """Start servers of plain sockets. Return their pids, and the arguments with which workers reach
     them."""
     try:
         program = build()
@@ -122,27 +122,28 @@ def start_sockets(
 
 
 def _told_of_links(bits: int) -> dict[str, str]:
-    """Return the rate of emulated links as a setting: the rates of virtual NICs are made up."""
+    """Return a setting with the rate of emulated links, because virtual NICs report invented
+    rates."""
     return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}
 
 
 def busiest_link(backend: str, topology: Topology) -> float:
-    """Return the bytes per direction over the busiest link, per byte that a worker sums.
+    """Return the bytes over the busiest link, per direction and per byte that a worker sums.
 
     With n workers on h hosts, k servers, M bytes and links of B bytes per second per direction:
 
     - a ring sends 2 (n - 1) / n M over each host's link, each way; in two levels 2 (h - 1) / h M;
     - through servers on hosts of their own, a host's link carries M each way, and a server's h/k M;
     - a server next to workers sends its share, M/k, to the h - 1 other hosts, while the workers
-      send what is not summed next to them. The host with the most servers, s, carries
-      (k + s (h - 2)) M/k: for k = h what a ring's does.
+      send the values that are not summed next to them. The host with the most servers, s, carries
+      (k + s (h - 2)) M/k. For k = h this is as much as in a ring.
 
     Workers that share a host are assumed to sum inside it first.
     """
     n, hosts, k = topology.workers, topology.worker_hosts, topology.servers
     if backend == "gloo":
         return 2 * (n - 1) / n
-    if not through_servers(backend):  # NCCL reaches this with trees, or with rings inside hosts.
+    if not through_servers(backend):  # NCCL reaches this with trees, or with rings inside hosts
         return 2 * (hosts - 1) / hosts
     if topology.colocate:
         most = -(-k // hosts)
@@ -158,7 +159,8 @@ def busiest_link(backend: str, topology: Topology) -> float:
 
 
 def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
-    """Return the physical limit for ``size`` bytes, without headers; None if it is unknown."""
+    """Return the time that the links need for ``size`` bytes without headers. None if it is
+    unknown."""
     share, bits = busiest_link(backend, topology), topology.bits_of(backend)
     if not bits or not share:
         return None
@@ -166,7 +168,7 @@ def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the smallest sample that at least ``percent`` % of all samples do not exceed."""
+    """Return the smallest sample that is not exceeded by at least ``percent`` % of all samples."""
     if not samples:
         raise ValueError("no samples")
     ordered = sorted(samples)
@@ -190,11 +192,11 @@ class Run:
 
     @property
     def counted(self) -> list[Launch]:
-        """Return the quiet launches, or all launches if none was quiet."""
+        """Return the quiet launches. If none was quiet, return all."""
         return self.quiet or self.launches
 
     def of(self, backend: str, case: Case) -> list[Measured]:
-        """Return a case's results, one per counted launch, in order."""
+        """Return the results of a case, one per counted launch, in order."""
         position = self.plan.cases.index(case)
         ordered = sorted(self.counted, key=lambda one: one.index)
         return [one.measured[position] for one in ordered if one.backend == backend]
@@ -220,7 +222,8 @@ class Row:
     algbw: float
     """Bytes that a worker sums, per second."""
     busbw: float | None
-    """Bytes per second of each link in each direction; for an all-reduce, as in nccl-tests."""
+    """Bytes per second of each link in each direction. For an all-reduce, computed as in
+    nccl-tests."""
     of_limit: float | None
     """Least time that the links allow, divided by p50."""
     of_sockets: float | None
@@ -278,7 +281,7 @@ def rows(run: Run) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Speed of one backend relative to another."""
+    """Speed of one backend relative to another one."""
 
     value: float
     """Ratio of the medians of medians: the other backend's time divided by this one's."""
@@ -289,8 +292,8 @@ class Ratio:
 
 
 def ratio(ours: Sequence[Measured], theirs: Sequence[Measured]) -> Ratio:
-    """Return the time of ``theirs`` divided by that of ``ours``: above 1, ours is faster. Both are
-    in the order of rounds."""
+    """Return the time of ``theirs`` divided by the time of ``ours``. Above 1, ours is faster. Both
+    are in the order of rounds."""
     each = [
         percentile(b.samples_s, 50) / percentile(a.samples_s, 50)
         for a, b in zip(ours, theirs, strict=True)
@@ -323,7 +326,7 @@ def write(runs: Sequence[Run], meta: dict[str, str], path: Path) -> None:
 
 
 def read(path: Path) -> tuple[list[Run], dict[str, str]]:
-    """Read a file of `write`. Raises ValueError for another schema."""
+    """Read a file that `write` has written. Raises ValueError for another schema."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {content.get('schema')!r}; this reads {SCHEMA}")
@@ -341,8 +344,8 @@ def read(path: Path) -> tuple[list[Run], dict[str, str]]:
 def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
     """Launch all backends ``plan.launches`` times, interleaved.
 
-    A round in which the machine was too busy is repeated, ``plan.retries`` times in total. No round
-    begins after ``deadline`` (monotonic clock).
+    A round in which the machine was too busy is repeated, at most ``plan.retries`` times in total.
+    No round begins after ``deadline`` (monotonic clock).
 
     Raises:
         LaunchError: a process failed.
@@ -378,15 +381,15 @@ def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
 
 
 def progress(text: str) -> None:
-    """Print to stderr: stdout is for results."""
+    """Print to stderr, because stdout is for results."""
     print(text.strip(), file=sys.stderr, flush=True)
 
 
 def run_in_cluster(plan: Plan) -> Run | None:
-    """Measure as a rank of an existing job; every rank calls this. Returns the run on rank 0, None
+    """Measure as a rank of an existing job. Every rank calls this. Return the run on rank 0, None
     elsewhere.
 
-    A BytePS cluster ends when its workers leave it, so each backend connects only once, and a
+    A BytePS cluster ends when its workers leave it. So each backend connects only once, and a
     "launch" is a round of measurements.
     """
     size = os.environ["WORLD_SIZE"]

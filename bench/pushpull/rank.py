@@ -28,7 +28,7 @@ from bench.pushpull.backends import Backend, make
 
 @dataclass(kw_only=True)
 class Measured:
-    """Result of a case with a backend, in one launch, over all ranks."""
+    """Result of a case with a backend in one launch, over all ranks."""
 
     case: Case
     samples_s: list[float]
@@ -58,8 +58,9 @@ class _Seen:
 def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> float:
     """Return the duration of an iteration, from each rank's begin and end in ns.
 
-    With a common clock: from the begin of the last rank to the end of the last rank, since earlier
-    ranks only wait. With separate clocks: the longest of the ranks' times.
+    With a common clock, an iteration lasts from the begin of the last rank to the end of the last
+    rank, because earlier ranks only wait. With separate clocks, it is the longest of the ranks'
+    times.
     """
     if one_clock:
         return (max(end for _, end in spans) - max(begin for begin, _ in spans)) / 1e9
@@ -67,7 +68,7 @@ def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> f
 
 
 def _finish(device: str) -> None:
-    """Wait for the work queued on the caller's stream."""
+    """Wait for the work that is queued on the caller's stream."""
     if device == "cuda":
         torch.cuda.current_stream().synchronize()
 
@@ -82,16 +83,17 @@ def measure(
     label: str,
     first_round: int = 0,
 ) -> Measured | None:
-    """Run a case; all ranks call this, in torch.distributed's default group (gloo).
+    """Run a case. All ranks call this, in torch.distributed's default group (gloo).
 
     Args:
         one_clock: whether all ranks are on this machine.
         node_pids: pids of servers and scheduler if they are on this machine.
-        label: distinguishes this case's tensors from others.
-        first_round: different each time a label is measured, so that a stale sum is detected.
+        label: name that distinguishes this case's tensors from others.
+        first_round: number that differs each time a label is measured, so that a stale sum is
+            detected.
 
     Returns:
-        the result on rank 0, None on the others.
+        the result on rank 0, None on other ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pattern = Pattern(
@@ -145,9 +147,10 @@ def measure(
 
 
 def choose_device(plan: Plan) -> str:
-    """Return the device of this rank's tensors: ``cpu``, or ``cuda`` after selecting its GPU."""
+    """Return the device of this rank's tensors: ``cpu``, or ``cuda``. For ``cuda`` the rank's GPU
+    is selected."""
     if plan.device == "cuda":
-        # Emulated hosts take this machine's GPUs round robin, and share them if necessary.
+        # Emulated hosts take this machine's GPUs round robin. They share them if necessary.
         number = os.environ["LOCAL_RANK" if plan.topology.in_job else "RANK"]
         torch.cuda.set_device(int(number) % torch.cuda.device_count())
     return plan.device
@@ -161,7 +164,7 @@ def measure_cases(
     node_pids: Sequence[int] = (),
     first_round: int = 0,
 ) -> list[Measured]:
-    """Measure every case with a backend; returns an empty list on ranks other than 0."""
+    """Measure every case with a backend. Return an empty list on ranks other than 0."""
     device = choose_device(plan)
     outcomes = [
         measure(
@@ -182,7 +185,7 @@ def main(arguments: list[str]) -> int:
     spec_file, result_file = map(Path, arguments)
     spec = json.loads(spec_file.read_text())
     plan = plan_from_json(spec["plan"])
-    # All ranks are on one machine: they meet in a file, which needs no free port.
+    # All ranks are on one machine, so they meet in a file, which needs no free port.
     dist.init_process_group(
         "gloo",
         init_method=f"file://{spec['rendezvous']}",

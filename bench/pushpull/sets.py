@@ -1,5 +1,5 @@
-"""The project's experiments and their thresholds: a quick set, the full set, fast links,
-and GPUs."""
+"""Experiments of the project, and their thresholds: a quick set, the full set, fast links, and
+GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.pushpull.tables import Experiment, Gate
 
 BACKENDS = ("byteps", "gloo")
 QUICK, FULL, GPU, FAST, FAST_GPU = "quick", "full", "gpu", "fast", "fast-gpu"
-_FEW = 3  # launches
+_FEW = 3  # number of launches
 PROCESSORS = 16
 """Cores that experiments with fast links need."""
 _FAST_LAUNCHES = 5
@@ -42,7 +42,7 @@ def _fast_experiment(
         topology=topology,
         backends=("byteps", *others),
         launches=_FAST_LAUNCHES,
-        # On loopback the tensors are in host memory, because plain sockets have no other.
+        # On loopback the tensors are in host memory, because plain sockets have no other memory.
         device="cuda" if ring == "nccl" else "cpu",
         retries=_FAST_LAUNCHES if topology.emulated_hosts else 0,
         max_busy=0.95 if topology.emulated_hosts else 1.0,
@@ -70,7 +70,7 @@ def _fast_links(
     cases: Sequence[Case],
     gates: Sequence[Gate],
 ) -> Experiment:
-    """Equal numbers of workers and servers, each on its own host."""
+    """Return an experiment with equally many workers and servers, each on a host of its own."""
     topology = Topology(
         workers=hosts, servers=hosts, emulated_hosts=2 * hosts, link_bits=parse_rate(rate)
     )
@@ -82,8 +82,8 @@ def _at_least(case: Case, base: str, low: float) -> Gate:
 
 
 def _fast(ring: str) -> list[Experiment]:
-    """Return the experiments with fast links, with plain sockets and ``ring`` (``nccl`` or
-    ``gloo``) in the same run.
+    """Return the experiments with fast links. A run also has plain sockets and ``ring`` (``nccl``
+    or ``gloo``).
 
     Thresholds are for links of 10 to 100 Gbit/s. Fractions are relative to plain sockets with the
     same traffic, interleaved with the engine.
@@ -169,13 +169,14 @@ def _plan(topology: Topology, cases: Sequence[Case], launches: int) -> Plan:
         backends=BACKENDS,
         launches=launches,
         max_busy=MAX_BUSY if topology.emulated_hosts else 1.0,
-        # The quick set must end soon, on a busy machine too.
+        # The quick set must end soon, even on a busy machine.
         retries=launches if launches > _FEW else 1,
     )
 
 
 def _four(rate: str, sizes: Sequence[str], launches: int, iters: int) -> Experiment:
-    """Four workers and four servers, in fp32, and the same number of elements in bf16."""
+    """Return an experiment with four workers and four servers, in fp32, and in bf16 with as many
+    elements."""
     whole = [_case(size, iters=iters) for size in sizes]
     half = [
         Case(size=case.size // 2, dtype="bfloat16", iters=iters, warmup=case.warmup)
@@ -207,7 +208,7 @@ def _eight(rate: str, size: str, launches: int, iters: int) -> Experiment:
 
 
 def _few_bits(wire: str, rate: str, low: float, launches: int, iters: int) -> Experiment:
-    """Four workers and four servers, fp32 in blocks of few bits."""
+    """Return an experiment with four workers and four servers, and fp32 in blocks of few bits."""
     case = replace(_case("256MiB", iters=iters), wire=wire)
     return Experiment(
         name=f"4+4-{wire}-{rate}",
@@ -218,7 +219,8 @@ def _few_bits(wire: str, rate: str, low: float, launches: int, iters: int) -> Ex
 
 
 def _own_hosts(hosts: int, wire: str, rate: str, low: float, launches: int) -> Experiment:
-    """Servers only on the workers' hosts, fp32 in blocks of few bits."""
+    """Return an experiment with servers only on the workers' hosts, and fp32 in blocks of few
+    bits."""
     case = replace(_case("64MiB", iters=3), wire=wire)
     limit = 32 / WIRE_BITS[wire]
     return Experiment(
@@ -267,7 +269,7 @@ def _controls(launches: int, iters: int) -> list[Experiment]:
 
 
 def _small(launches: int, iters: int) -> Experiment:
-    """Latency of a sum of few bytes."""
+    """Return an experiment that measures the latency of a sum of few bytes."""
     cases = [_case(size, iters=iters, warmup=10) for size in ("4KiB", "64KiB")]
     return Experiment(
         name="small-loopback",
@@ -288,7 +290,7 @@ def _node_topology(hosts: int, servers: int, ranks: int, rate: str) -> Topology:
 
 
 def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Experiment:
-    """Four hosts of several ranks, and four servers."""
+    """Return an experiment with four hosts of several ranks, and four servers."""
     case = _case(size, iters=iters)
     plan = _plan(_node_topology(4, 4, ranks, rate), [case], launches)
     return Experiment(
@@ -303,8 +305,8 @@ def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Exper
 
 
 def _uneven(launches: int, iters: int) -> Experiment:
-    """Return an experiment with two hosts of two ranks, where TCP gives one rank of each host a
-    larger share of the link."""
+    """Return an experiment with two hosts of two ranks. TCP gives one rank of each host a larger
+    share of the link."""
     case = _case("64MiB", iters=iters)
     topology = replace(_node_topology(2, 2, 2, "500mbit"), uneven=4)
     return Experiment(
@@ -331,7 +333,8 @@ def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment
 def _few_servers(
     workers: int, machines: int, rate: str, low: float, launches: int, iters: int
 ) -> Experiment:
-    """Fewer server machines than workers, and servers on the workers' hosts in addition."""
+    """Return an experiment with fewer server machines than workers, and with servers on the
+    workers' hosts in addition."""
     best = cost_model.best_servers(workers, machines)
     topology = Topology(
         workers=workers,
@@ -340,8 +343,9 @@ def _few_servers(
         local_servers=best.local,
         emulated_hosts=workers + machines,
         link_bits=parse_rate(rate),
-        # A fair share per host would give a machine of three servers the share of a host with one
-        # server. On a network, flows have equal shares; a single queue is closer to that.
+        # A fair queue gives each host an equal share, so a machine of three servers would get no
+        # more than a host with one. On a network, each flow has an equal share; a single queue is
+        # closer to that.
         fair_queue=False,
     )
     case = _case("64MiB", iters=iters)
@@ -355,7 +359,7 @@ def _few_servers(
 
 
 def _nics(nics: int, rate: str, low: float, launches: int, iters: int) -> Experiment:
-    """Four workers and four servers, on hosts of several NICs."""
+    """Return an experiment with four workers and four servers, on hosts of several NICs."""
     case = _case("64MiB", iters=iters)
     topology = replace(_emulated(4, 4, rate), nics_per_host=nics)
     return Experiment(
@@ -367,8 +371,8 @@ def _nics(nics: int, rate: str, low: float, launches: int, iters: int) -> Experi
 
 
 def _nics_of_gpus() -> Experiment:
-    """Return an experiment with two NICs per host, which NCCL uses as well. Hosts share this
-    machine's GPUs."""
+    """Return an experiment with two NICs per host, which NCCL uses, too. Hosts share this machine's
+    GPUs."""
     case = _case("256MiB", iters=5, warmup=2)
     topology = replace(_emulated(4, 4, "5gbit"), nics_per_host=2)
     return Experiment(

@@ -1,19 +1,19 @@
-// Plain TCP sockets in the pattern of a push-pull: every worker sends its share of a tensor to each
-// server, and receives as many bytes from it at the same time. No values are added. The engine's
-// speed is compared with this program's.
+// Plain TCP sockets with the traffic of a push-pull: every worker sends its share of a tensor to
+// each server, and at the same time receives as many bytes from it. No values are added. The
+// engine's speed is compared with this program's.
 //
 // A pair of processes has several connections (flows). Each has a sending and a receiving thread,
 // which use blocking calls on whole shares: no epoll and no copies. Threads tell each other only
 // "go" and "done".
 //
-// Compiled twice by bench/pushpull/backends.py: as a library for the workers, which call
+// bench/pushpull/backends.py compiles this file twice: as a library for the workers, which call
 // sockets_connect, sockets_push_pull and sockets_close; and as the server:
 //
 //   sockets ADDRESS PORT_FILE CONNECTIONS
 //
 // The server listens on a port that the kernel chooses, writes it to PORT_FILE, serves CONNECTIONS
-// connections, and ends when all have ended. A round: the worker sends a count of 8 bytes, then
-// that number of bytes; as soon as the server has the count, it sends as many bytes from its own
+// connections, and ends when all have ended. In a round, the worker sends a count of 8 bytes, then
+// that number of bytes. As soon as the server has the count, it sends as many bytes from its own
 // buffer.
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -38,10 +38,10 @@
 
 namespace {
 
-// Bytes per call: large enough that calls cost nothing, small enough that the receiver handles them
-// while they are in the cache.
+// Bytes per call: so many that calls cost nothing, and so few that the receiver handles them while
+// they are in the cache.
 constexpr size_t kCall = 1 << 20;
-// Up to this size waking a second thread is not worth it.
+// Up to this size, waking a second thread does not pay.
 constexpr size_t kSmall = 64 << 10;
 
 [[noreturn]] void Die(const std::string& what) {
@@ -74,7 +74,7 @@ bool ReceiveAll(int fd, char* data, size_t bytes) {
   return true;
 }
 
-// Sends the count and the bytes in one call at first, so that a small push is a single packet.
+// First sends the count and the bytes in one call, so that a small push is a single packet.
 bool SendCounted(int fd, const char* data, uint64_t bytes) {
   iovec parts[2] = {{&bytes, sizeof(bytes)},
                     {const_cast<char*>(data), std::min<size_t>(bytes, kCall)}};
@@ -150,7 +150,7 @@ class Worker {
   size_t bytes_ = 0;
   int error_ = 0;
   bool stopping_ = false;
-  std::thread thread_;  // last: it uses all of the above
+  std::thread thread_;  // the last member, because the thread uses all others
 };
 
 bool Send(int fd, char* data, size_t bytes) { return SendCounted(fd, data, bytes); }
@@ -201,7 +201,7 @@ int Connect(const std::string& address, const std::string& port) {
   return -1;
 }
 
-// The range of part `index` of `parts` in `bytes`.
+// Computes the range of part `index` of `parts` in `bytes`.
 void Share(size_t bytes, size_t parts, size_t index, size_t* begin, size_t* length) {
   *begin = bytes / parts * index + std::min(index, bytes % parts);
   *length = bytes / parts + (index < bytes % parts);
@@ -211,8 +211,8 @@ void Share(size_t bytes, size_t parts, size_t index, size_t* begin, size_t* leng
 
 extern "C" {
 
-// Connects `flows` times to each of `servers`, "address port" separated by newlines. Returns null,
-// with errno, if a server cannot be reached.
+// Connects `flows` times to each of `servers`, which are "address port" separated by newlines.
+// Returns null and sets errno if a server cannot be reached.
 void* sockets_connect(const char* servers, size_t flows) {
   auto job = std::make_unique<Job>();
   job->flows = flows;
@@ -236,11 +236,11 @@ void* sockets_connect(const char* servers, size_t flows) {
 }
 
 // Sends `bytes` from `pushed`, evenly to the servers and their flows, and receives as many into
-// `pulled`. Returns the bytes received, or -1 with errno.
+// `pulled`. Returns the bytes received, or -1 and sets errno.
 int64_t sockets_push_pull(void* handle, char* pushed, char* pulled, size_t bytes) {
   Job* job = static_cast<Job*>(handle);
   const size_t servers = job->all.size() / job->flows;
-  // Small pushes use one flow per server, from this thread.
+  // A small push uses one flow per server, from this thread.
   const size_t flows = bytes / servers > kSmall ? job->flows : 1;
   size_t begin, length;
   for (bool sending : {true, false}) {
@@ -288,7 +288,7 @@ int main(int argc, char** argv) {
       getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
     Die(std::string("listening on ") + argv[1]);
   }
-  // Written under another name first, so that readers see the whole file.
+  // The file is first written under another name, so that readers see it whole.
   const std::string part = std::string(argv[2]) + ".part";
   FILE* file = fopen(part.c_str(), "w");
   if (file == nullptr) Die(part);

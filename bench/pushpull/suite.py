@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs the project's set of push-pull experiments and compares them with their thresholds.
 
-Experiments on emulated links need root. With --json the record is extended after each experiment;
-with --resume, recorded experiments are shown, not measured again. --from-json measures nothing.
+Experiments on emulated links need root. With --json the record is extended after each experiment.
+With --resume, recorded experiments are shown, not measured again. --from-json measures nothing.
 --markdown writes the results into a document, between its marks. docs/results/method.md explains
 everything.
 
@@ -107,7 +107,7 @@ def draw(run: Run, folder: Path) -> list[Path]:
 
 
 def parts_of_limit(run: Run) -> dict[str, float]:
-    """Return, for each backend, the first backend's least possible time divided by the backend's
+    """Return, for each backend, the first backend's least possible time divided by this backend's
     median time.
 
     The largest case counts. The limit is the same for all, so the fractions compare times. Empty if
@@ -128,7 +128,7 @@ class Parts:
 
     label: str
     of_limit: Mapping[str, float]
-    """For each backend: the first backend's least possible time, divided by the backend's time."""
+    """For each backend: the first backend's least possible time divided by this backend's time."""
 
 
 def _parts(run: Run) -> Parts:
@@ -140,8 +140,8 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
     """Draw many runs in one picture: each backend's fraction of link bandwidth.
 
     Args:
-        runs: runs without a limit or launches are left out.
-        path: ends in ``.png``, ``.svg`` or another format of matplotlib.
+        runs: runs to draw. Those without a limit or launches are left out.
+        path: path that ends in ``.png``, ``.svg`` or another format of matplotlib.
     """
     draw_parts([parts for run in runs if run.launches if (parts := _parts(run)).of_limit], path)
 
@@ -158,7 +158,7 @@ def described(experiments: Sequence[Parts]) -> str:
 def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
     """Draw the fraction of link bandwidth of each backend in each experiment."""
     backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
-    # The import is here, like in _figure.
+    # The import is here for the same reason as in _figure.
     from matplotlib.patches import Patch
 
     figure, axes = _figure("Push-pull of gradients: fraction of link bandwidth")
@@ -237,7 +237,7 @@ def _tables(text: str) -> Iterator[list[dict[str, str]]]:
             if not head:
                 head = cells
             elif set(cells[0]) != {"-"} or len(cells[0]) < 3:
-                # If two columns have the same name, BytePS's column is the first, and is kept.
+                # If two columns have the same name, the first is BytePS's, and it is kept.
                 rows.append(dict(reversed([*zip(head, cells, strict=False)])))
             continue
         if head:
@@ -251,7 +251,7 @@ def _number(cell: str) -> float | None:
 
 
 def _of_results(rows: Sequence[Mapping[str, str]]) -> Iterator[Parts]:
-    """Yield the largest size of each experiment in the tables of `make bench`."""
+    """Yield, for each experiment in the tables of `make bench`, the largest size."""
     for name in dict.fromkeys(row["experiment"] for row in rows):
         mine = [row for row in rows if row["experiment"] == name]
         size = max((row["size"] for row in mine), key=lambda size: parse_size(size.split()[0]))
@@ -329,7 +329,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(experiment: Experiment, run: Run, *, brief: bool) -> bool:
-    """Print the results of an experiment; return whether it meets its thresholds."""
+    """Print the results of an experiment. Return whether it reaches its thresholds."""
     verdicts = judge_all(experiment.gates, run)
     good = run.wrong == 0 and all(verdict.ok for verdict in verdicts)
     if brief:
@@ -344,7 +344,7 @@ def show(experiment: Experiment, run: Run, *, brief: bool) -> bool:
 
 
 def measure(experiments: Sequence[Experiment], options: argparse.Namespace) -> Iterator[Run]:
-    """Run experiments one after the other; a failure does not stop the rest."""
+    """Run experiments one after the other. A failure does not stop the rest."""
     deadline = None if options.budget is None else options.begun + options.budget
     for experiment in experiments:
         if deadline is not None and time.monotonic() > deadline:
@@ -377,7 +377,7 @@ def earlier(
 
 
 def draw_document(document: Path, chart: Path) -> int:
-    """Draw the tables of a document; return the exit status."""
+    """Draw the tables of a document. Return the exit status."""
     try:
         experiments = parts_in(document.read_text(encoding="utf-8"))
         chart.parent.mkdir(parents=True, exist_ok=True)
@@ -434,7 +434,8 @@ def report(
     options: argparse.Namespace,
     kept: Sequence[Run] = (),
 ) -> int:
-    """Show each run when it ends, and record it with the kept runs; return the exit status."""
+    """Show each run when it ends, and record it together with the kept runs. Return the exit
+    status."""
     by_name = {experiment.name: experiment for experiment in experiments}
     done: list[tuple[Experiment, Run]] = []
     good = True

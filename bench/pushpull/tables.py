@@ -17,18 +17,18 @@ from scripts.progress import pipes
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A figure of BytePS, and its bounds."""
+    """Figure of BytePS, with its thresholds."""
 
     kind: str
-    """``ratio``: speed relative to the base; ``of-limit``: fraction of link bandwidth; ``cpu``: CPU
-    seconds per GB, relative to the base; ``speed``: GB per second; ``cpu-seconds``: per GB, of all
-    processes of the job."""
+    """Kind of the figure. ``ratio``: speed relative to the base; ``of-limit``: fraction of link
+    bandwidth; ``cpu``: CPU seconds per GB, relative to the base; ``speed``: GB per second;
+    ``cpu-seconds``: per GB, of all processes of the job."""
     case: Case
     """Case of BytePS."""
     base: str = "gloo"
     """Backend to compare with."""
     base_case: Case | None = None
-    """Case of the base; None: the same."""
+    """Case of the base; None: the same case."""
     low: float | None = None
     high: float | None = None
 
@@ -54,7 +54,7 @@ class Verdict:
 
     gate: Gate
     value: float | None
-    """Value of the gated figure. None: the run has no such figure, which counts as a miss."""
+    """Value of the figure. None: the run has no such figure, which counts as a miss."""
     spread: Ratio | None = None
 
     @property
@@ -89,18 +89,18 @@ def judge_all(gates: Sequence[Gate], run: Run) -> list[Verdict]:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A plan, its purpose, and its gates."""
+    """Plan, its purpose, and its thresholds."""
 
     name: str
     why: str
     plan: Plan
     gates: Sequence[Gate]
     processors: int = 1
-    """Number of cores that it needs; with fewer, the cores would be the bottleneck, not the
-    links."""
+    """Number of cores that the experiment needs. With fewer, the cores would be the bottleneck, not
+    the links."""
 
     def of_launches(self, launches: int) -> Experiment:
-        """Return the experiment with another number of launches."""
+        """Return this experiment with another number of launches."""
         return replace(self, plan=replace(self.plan, launches=launches, retries=launches))
 
 
@@ -156,7 +156,7 @@ def result_table(run: Run) -> list[Sequence[str]]:
 
 
 def ratio_pairs(run: Run) -> list[tuple[Case, str, str, Ratio]]:
-    """Return the ratio of the first backend to each other backend, case by case."""
+    """Return the ratio of the first backend to each other one, case by case."""
     first, *others = run.plan.backends
     return [
         (case, first, other, ratio(run.of(first, case), run.of(other, case)))
@@ -229,7 +229,8 @@ def brief_tables(runs: Sequence[tuple[Run, Sequence[Verdict]]]) -> list[list[Seq
 BEGIN = "<!-- results: written by `make bench MARKDOWN=...`, not by hand -->"
 END = "<!-- end of results -->"
 HEAD = ("experiment", "size", "ms", "of-limit", "backend", "its ms", "ratio", "min..max")
-"""``ms`` and ``of-limit`` are BytePS's; ``ratio`` is its relative speed."""
+"""Columns of a table. ``ms`` and ``of-limit`` are BytePS's, and ``ratio`` is BytePS's relative
+speed."""
 
 
 def _ms(seconds: float) -> str:
@@ -238,7 +239,7 @@ def _ms(seconds: float) -> str:
 
 
 def _against(run: Run, case: Case) -> Iterator[tuple[str, str, Ratio | None]]:
-    """Yield each other backend, its time, and BytePS's relative speed."""
+    """Yield, for each other backend, its name, its time, and BytePS's relative speed."""
     first, *others = run.plan.backends
     for other in others:
         outcomes = run.of(other, case)
@@ -254,7 +255,7 @@ def _spread(found: Ratio | None) -> tuple[str, str]:
 
 
 def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
-    """Return a row for each case and each backend that BytePS is compared with."""
+    """Return a row for each case and each backend with which BytePS is compared."""
     lines: list[Sequence[str]] = []
     for case in run.plan.cases:
         ours = row(run, run.plan.backends[0], case)
@@ -266,7 +267,8 @@ def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
 
 
 def launches_of(pairs: Sequence[tuple[Experiment, Run]]) -> str:
-    """Describe how many launches of each backend count, and which experiments differ and why."""
+    """Describe how many launches of each backend count. Name the experiments that differ, and
+    why."""
     counts = [len({launch.index for launch in run.counted}) for _, run in pairs]
     usual = mode(counts)
     text = f"{usual}"
@@ -282,7 +284,7 @@ def launches_of(pairs: Sequence[tuple[Experiment, Run]]) -> str:
 
 
 def missed(pairs: Sequence[tuple[Experiment, Run]]) -> str:
-    """Describe how many thresholds are met, and which are missed."""
+    """Describe how many thresholds are reached. Name those that are missed."""
     verdicts = [(one, v) for one, run in pairs for v in judge_all(one.gates, run)]
     good = sum(verdict.ok for _, verdict in verdicts)
     text = f"Thresholds met: {good} of {len(verdicts)}."

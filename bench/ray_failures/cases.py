@@ -1,4 +1,4 @@
-"""Failures that a job must survive; a run of each is compared with a run without failures."""
+"""Failures that a job must survive. A run with each is compared with a run without failures."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ MODEL: tuple[str, ...] = tuple(
 ENVIRONMENT = environment_on(CPU)
 
 IN_BACKGROUND = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-"""Arguments to write checkpoints in a process next to each rank. Without the second flag Megatron
-ignores the first; its other strategy needs another package."""
+"""Arguments that make a process next to each rank write checkpoints. Without the second flag
+Megatron ignores the first. Its other strategy needs another package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kind of failure."""
+    """Kind of failure that a job must survive."""
 
     title: str
     ranks: int = RANKS
     faults: Sequence[Mapping[str, Any]] = ()
     breaks: int | None = None
-    """Index of the BytePS process that the driver kills (0: the scheduler) while rank 0 holds a
-    step."""
+    """Index of the BytePS process that the driver kills (0: the scheduler). Rank 0 holds a step
+    meanwhile."""
     loses_node: bool = False
-    """Whether the driver kills a machine with a rank while rank 0 holds a step; see `nodes`."""
+    """Whether the driver kills a machine that has a rank; see `nodes`. Rank 0 holds a step
+    meanwhile."""
     generations: int = 2
-    """Number of generations, including those that fail."""
+    """Number of generations, including failed ones."""
     blames: str = ""
     """Text that the first failure must contain."""
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Case:
     saves: bool = True
     """Whether the job saves checkpoints."""
     memory_every: int | None = None
-    """Number of steps between states kept in memory, from which recoveries start."""
+    """Number of steps between states that are kept in memory, from which recoveries start."""
     thorough: bool = False
 
 
@@ -225,13 +226,14 @@ and one rank."""
 
 
 def cluster_settings(settings: Settings) -> Settings:
-    """Return settings for the cluster of a pool with these settings, with that room."""
+    """Return settings for the cluster of a pool with these settings. They leave that room."""
     return replace(settings, ranks=settings.ranks + ROOM)
 
 
 @contextmanager
 def several_nodes(folder: Path) -> Iterator[Runner]:
-    """Context with two ranks and a spare, each on its own node. A case may kill two of the nodes.
+    """Return a context with two ranks and a spare, each on a node of its own. A case may kill two
+    of the nodes.
 
     It needs the cluster that ``cluster_settings`` describes, without other jobs.
     """
@@ -255,7 +257,8 @@ def pool_settings(
     preload: Sequence[str] = PRELOAD,
     platform: Platform = CPU,
 ) -> Settings:
-    """Return the settings of the pool that all cases share: its actors import everything once."""
+    """Return the settings of the pool that all cases share, so that its actors import everything
+    only once."""
     settings = settings_on(
         platform,
         folder,
@@ -264,7 +267,7 @@ def pool_settings(
         spares=spares,
         preload=(*preload, "pretrain_dpu_gpt"),
     )
-    # Megatron's local checkpoints need this package, which is in none of the environments.
+    # Megatron's local checkpoints need this package, which no environment has.
     command = [str(ROOT / "scripts/tools.sh"), "nvrx"]
     package = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return replace(settings, python_path=(*settings.python_path, package))
@@ -278,7 +281,7 @@ class Outcome:
     """Folder of the job."""
     events: list[dict[str, Any]]
     steps: list[dict[str, Any]]
-    """Steps recorded by the driver, including repeated steps."""
+    """Steps that the driver has recorded, including repeated ones."""
     state: dict[str, Any]
     """The driver's state file."""
 
@@ -287,7 +290,7 @@ class Outcome:
 
     @property
     def losses(self) -> dict[int, list[float]]:
-        """Return each step's losses, one per generation that made the step."""
+        """Return the losses of each step, one per generation that has made the step."""
         result: dict[int, list[float]] = {}
         for step in self.steps:
             result.setdefault(step["step"], []).append(step["values"]["lm loss"])
@@ -300,7 +303,7 @@ class Runner:
     def __init__(
         self, pool: Pool, settings: Settings, folder: Path, nodes: Nodes | None = None
     ) -> None:
-        """``settings``: those of the pool. ``nodes``: nodes that may be lost."""
+        """``settings``: settings of the pool. ``nodes``: nodes that may be lost."""
         self.pool = pool
         self._nodes = nodes
         self.folder = folder
@@ -315,8 +318,8 @@ class Runner:
         on_event: Callable[[dict[str, Any], Job], None] | None = None,
         **changes: Any,
     ) -> Outcome:
-        """Run a job in its own folder; ``changes`` are applied to its settings."""
-        # Actors lost in the job before are still being replaced.
+        """Run a job in a folder of its own. ``changes`` are applied to its settings."""
+        # Actors that the previous job has lost are still being replaced.
         actors = self._settings.ranks + self._settings.spares
         if not self.pool.wait_warm(actors, self._settings.limits.warm):
             raise RuntimeError(
@@ -358,7 +361,7 @@ class Runner:
             if event["event"] == "step" and not broken:
                 broken = True
                 self._break(case)
-                # Ranks wait for this file, and continue only now.
+                # Ranks have waited for this file, and continue only now.
                 (folder / "go").touch()
             if on_event is not None:
                 on_event(event, job)
@@ -375,7 +378,7 @@ class Runner:
     def _break(self, case: Case) -> None:
         """Kill the processes of the case."""
         if case.breaks is not None:
-            ray.get(self.pool.byteps[case.breaks].signal.remote(9))  # SIGKILL
+            ray.get(self.pool.byteps[case.breaks].signal.remote(9))  # number 9 is SIGKILL
         if case.loses_node:
             assert self._nodes is not None
             places = [slot.facts["node"] for slot in self.pool.assigned]
@@ -391,11 +394,11 @@ class Runner:
 
 
 def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
-    """Return descriptions of deviations; empty if the job survived the failure."""
+    """Return descriptions of deviations. Empty if the job has survived the failure."""
     found, whole = [], uninterrupted.losses
     failures = outcome.of("failure")
     count = len(outcome.of("generation"))
-    # On a busy machine, limits for steps may end more generations than planned.
+    # On a busy machine, time limits of steps may end more generations than planned.
     if count < case.generations or (count > case.generations and not case.limits):
         found.append(f"{count} generations instead of {case.generations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):

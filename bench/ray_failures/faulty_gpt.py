@@ -1,13 +1,13 @@
-"""Megatron's GPT pretraining with scripted faults: the entry of jobs that must fail.
+"""Megatron's GPT pretraining with scripted faults, which jobs run that must fail.
 
 ``SCRIPTED_FAULTS`` holds a JSON list of faults, each with ``generation``, ``rank``, ``when`` and
 ``what``:
 
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
   step N is written to memory), or the number of a step, which the fault prevents.
-- ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
-  process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file is there: the
-  driver breaks something else meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
+- ``what``: ``kill`` (kill this process), ``actor`` (kill the actor that owns it), ``freeze`` (stop
+  the process), ``sleep`` (for ever), ``raise``, ``hold:FILE`` (wait until the file exists; the
+  driver breaks something meanwhile), ``joiner:N`` (wait until replica N is ready to join), or
   ``told`` (wait until this rank is told to end).
 
 A fault with ``replica`` affects only that replica.
@@ -31,15 +31,15 @@ _HOLD_S = 120.0
 
 
 def _recorded(folder: Path, step: int) -> bool:
-    """Return whether the driver of the job in this folder has recorded that step."""
+    """Return whether the driver has recorded this step of the job in this folder."""
     record = folder / "steps.jsonl"
     whole_lines = record.read_text().rpartition("\n")[0] if record.exists() else ""
     return any(json.loads(line)["step"] >= step for line in whole_lines.splitlines())
 
 
 def _do(what: str, after: int = 0) -> None:
-    """Strike. ``after``: number of the last completed step."""
-    # Output that was not flushed would be lost.
+    """Cause the fault. ``after``: number of the last completed step."""
+    # Output that is not flushed now would be lost.
     sys.stdout.flush()
     print(f"fault: {what}", flush=True)
     if what == "kill":
@@ -50,7 +50,7 @@ def _do(what: str, after: int = 0) -> None:
         _await(lambda: after == 0 or _recorded(file.parent, after))
         state = json.loads(file.read_text())
         os.kill(state["ranks"][int(os.environ["RANK"])]["pid"], signal.SIGKILL)
-        time.sleep(_HOLD_S)  # The fork server ends this process when its actor is gone.
+        time.sleep(_HOLD_S)  # the fork server ends this process when its actor is gone
     elif what == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "sleep":
@@ -95,7 +95,7 @@ def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> N
 
 
 def _while_written(step: int, what: str) -> None:
-    """Strike when a part of that step's state is in memory."""
+    """Cause the fault when a part of that step's state is in memory."""
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager
 
     manager = local_manager.LocalCheckpointManager
@@ -118,7 +118,7 @@ def main() -> None:
     from megatron.training import training
 
     take_a_share()
-    # Repeated steps are compared bit for bit, on GPUs as well.
+    # Repeated steps are compared bit for bit, even on GPUs.
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, generation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_GENERATION"])
     replica = int(os.environ.get("BYTEPS_REPLICA", "0/1").partition("/")[0])

@@ -1,5 +1,5 @@
-"""More nodes of a Ray cluster on this machine, each of which can be lost like a machine; and a
-script for jobs on them."""
+"""Additional nodes of a Ray cluster on this machine, each of which can be lost like a machine; and
+a script for jobs on them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _CALL_S = 120.0
 
 
 class Nodes:
-    """Nodes in addition to that of ``cluster``, of which this process is the driver."""
+    """Nodes in addition to that of ``cluster``. This process is the cluster's driver."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: for logs."""
+        """``folder``: folder for logs."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._names: dict[str, str] = {}
 
     @property
     def known(self) -> set[str]:
-        """Return Ray's ids of the nodes that are there."""
+        """Return Ray's ids of the nodes that are running."""
         return set(self._names)
 
     def add(self, cpus: int = 1, gpus: int = 0, mask: str | None = None) -> str:
-        """Start a node; return Ray's id of it. Ray assumes that it has this number of GPUs.
+        """Start a node. Return Ray's id of it. Ray assumes that the node has this number of GPUs.
 
-        ``mask``: its CUDA_VISIBLE_DEVICES.
+        ``mask``: the node's CUDA_VISIBLE_DEVICES.
 
         Ray gives a node 30 s to start, and the node gives its agents 15 s. A busy machine exceeds
         these limits, so the start is repeated.
 
         Raises:
-            RuntimeError: it did not start; the text has the end of its log.
+            RuntimeError: the node did not start. The text has the end of its log.
         """
         deadline = time.monotonic() + LIMIT_S
         while True:
@@ -64,7 +64,7 @@ class Nodes:
                 raise RuntimeError(f"a node of Ray did not start:\n{text[-2000:]}")
 
     def _start(self, name: str, cpus: int, gpus: int, mask: str | None, log: Path) -> bool:
-        """Start a node; return whether Ray reports success."""
+        """Start a node. Return whether Ray reports success."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
         command += ["--address", ray.get_runtime_context().gcs_address]
         command += ["--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus)]
@@ -96,8 +96,8 @@ class Nodes:
 
 
 def _kill(name: str) -> None:
-    """Kill a node's processes. All are stopped first, so that none sees another's end, or starts a
-    new process."""
+    """Kill a node's processes. All are stopped first, so that none sees the end of another, or
+    starts a new process."""
     stopped: dict[int, psutil.Process] = {}
     while True:
         found = [process for process in _processes(name) if process.pid not in stopped]
@@ -114,8 +114,8 @@ def _kill(name: str) -> None:
 
 
 def _processes(name: str) -> list[psutil.Process]:
-    """Return the processes of a node. Their environment names it; their children's may be
-    overwritten by a process title."""
+    """Return the processes of a node. Their environment names the node; a process title may have
+    overwritten their children's."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -125,7 +125,7 @@ def _processes(name: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-# This script trains nothing: it makes three steps with a sum each.
+# This script trains nothing. It makes three steps, each with a sum.
 SCRIPT = """
 import json, os, sys
 import torch

@@ -34,7 +34,7 @@ from tests.layouts.job import CUDA, PLATFORMS, gpus_to_offer
 from tests.layouts.table import Table, line, refuse_missing_gpus
 
 COLUMNS = {"noticed": "noticed", "step": "first step", "total": "in all"}
-"""Phases of a recovery in the table; the driver prints all of them."""
+"""Phases of a recovery that the table shows. The driver prints all of them."""
 assert set(COLUMNS) <= {*ORDER, "total"}
 
 
@@ -48,7 +48,7 @@ TABLE = Table(
 
 
 def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
-    """Return a row of the table; with several recoveries, the last counts."""
+    """Return a row of the table. Of several recoveries, the last counts."""
     spent = outcome.of("recovered")[-1]["phases"].seconds() if outcome.of("recovered") else {}
     times = [f"{spent[name]:.1f}" if name in spent else "-" for name in COLUMNS]
     blame = str(outcome.of("failure")[0]["failure"]) if outcome.of("failure") else "-"
@@ -77,7 +77,7 @@ def main() -> int:
         if options.markdown is not None:
             parser.error("--markdown writes the table of the CPU")
         refuse_missing_gpus(parser, options.device)
-        # Machines that are to be lost have no GPUs.
+        # The machines that are to be lost have no GPUs.
         options.case = [name for name in options.case if not CASES[name].loses_node]
         if not options.case:
             parser.error("--device cuda leaves out the case that loses a machine: none is left")

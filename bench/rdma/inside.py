@@ -1,7 +1,7 @@
 """Measurements in the guest, interleaved, with results as JSON.
 
 ``python -m bench.rdma.inside SPEC RESULT``. Workers are forked from this process, so that torch is
-imported only once: on an emulated CPU that takes half a minute.
+imported only once: on an emulated CPU the import takes half a minute.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class Spec:
     repetitions: int
     writes: int
     window: int
-    """Value of BYTEPS_RDMA_WINDOW_BYTES: emulated links are slower than the links for which the
+    """Value of BYTEPS_RDMA_WINDOW_BYTES. Emulated links are slower than the links for which the
     default is meant."""
     ping_ms: int
     idle_s: float
 
 
 def perftest(spec: Spec) -> float:
-    """Return bytes per second, both directions together, of plain RDMA writes of the given size."""
+    """Return the rate of plain RDMA writes of the given size: bytes per second, both directions
+    together."""
     command = ["ib_write_bw", "-R", "-b", "-s", str(spec.size), "-n", str(spec.writes), "-t", "16"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
@@ -76,7 +77,8 @@ def perftest(spec: Spec) -> float:
 
 @contextmanager
 def job(spec: Spec, settings: dict[str, str]) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """Context with a scheduler and a server: the variables to join them, and their pids."""
+    """Return a context with a scheduler and a server. It yields the variables to join them, and
+    their pids."""
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         env = {
             **plain_environment(),
@@ -102,7 +104,7 @@ def job(spec: Spec, settings: dict[str, str]) -> Iterator[tuple[dict[str, str], 
 
 
 def forked(env: dict[str, str], program: Callable[[], Any]) -> Any:
-    """Run a program in a child with this environment; return its result."""
+    """Run a program in a child with this environment. Return its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,8 +131,8 @@ def forked(env: dict[str, str], program: Callable[[], Any]) -> Any:
 
 
 def push_pull(spec: Spec, settings: dict[str, str]) -> float:
-    """Return bytes per second, both directions together, of sums of a single worker: only
-    transport, no addition."""
+    """Return the rate of sums of a single worker: bytes per second, both directions together. The
+    sums need only transport, no addition."""
 
     def work() -> float:
         bps.init()
@@ -144,7 +146,7 @@ def push_pull(spec: Spec, settings: dict[str, str]) -> float:
             if not (tensor == round_ + 1).all():
                 raise ValueError(f"round {round_} is wrong")
         bps.shutdown()
-        # The first sum declares the tensor.
+        # The first sum declares the tensor, so it does not count.
         return 2 * tensor.numel() * spec.rounds / sum(spent[1:])
 
     with job(spec, settings) as (env, _):
@@ -152,8 +154,8 @@ def push_pull(spec: Spec, settings: dict[str, str]) -> float:
 
 
 def control_delay(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
-    """Return p50 and p99, in seconds, of the round trip of a control message (a declaration) while
-    sums of IN_FLIGHT partitions fill the link."""
+    """Return p50 and p99, in seconds, of the round trip of a control message (a declaration).
+    Meanwhile sums of IN_FLIGHT partitions fill the link."""
 
     def work() -> dict[str, float]:
         bps.init()
@@ -194,7 +196,7 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
         def work() -> list[float]:
             bps.init()
             bps.push_pull_inplace(torch.ones(spec.size), average=False, name="idle")
-            time.sleep(1.0)  # Lets the last messages finish.
+            time.sleep(1.0)  # lets the last messages finish
             pids = [*nodes, os.getpid()]
             begin, before = time.monotonic(), [record.process_cpu_ns(pid) for pid in pids]
             time.sleep(spec.idle_s)
@@ -207,7 +209,7 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 def measure(spec: Spec) -> dict[str, Any]:
     """Measure all figures, interleaved, so that drift affects all of them. The figure for plain
-    writes is the mean of those right before and right after the sums."""
+    writes is the mean of the one right before the sums and the one right after."""
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
     planes = {name: {**rdma, "BYTEPS_RDMA_DATA_PLANE": value} for name, value in PLANES.items()}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}

@@ -2,8 +2,8 @@
 """Measures the RDMA transport in a virtual machine with soft-RoCE, and compares it with thresholds.
 
 Measures, interleaved and repeated: perftest's plain writes, push_pull with one plane and with two,
-and the delay of a control message while values fill the link. At the end, the CPU time of an idle
-job. docs/results/method.md explains what such figures show.
+and the delay of a control message while values fill the link. At the end it measures the CPU time
+of an idle job. docs/results/method.md explains what such figures show.
 
 Exit status: 0 success; 1 a measurement failed or a threshold was missed; 2 bad usage.
 """
@@ -161,7 +161,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the guest and return its result. Raises VmError."""
+    """Run the guest. Return its result. Raises VmError."""
     names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms", "idle_s")
     spec = {name: getattr(options, name) for name in names}
     spec |= {"address": address_of(1)}

@@ -63,7 +63,7 @@ inline void Put(char* p, size_t step, const Line* lines) {
 }
 
 // Reads and writes the lines of three buffers, as the streams say. `steps` counts lines of narrow
-// buffers, which have half as many as a wide one.
+// buffers. A wide buffer has twice as many.
 template <Stream A, Stream B, Stream C>
 void Touch(char* a, char* b, char* c, size_t steps) {
   for (size_t step = 0; step < steps; ++step) {
@@ -79,7 +79,7 @@ void Touch(char* a, char* b, char* c, size_t steps) {
 
 }  // namespace bench
 
-// The table of measured operations: a row per function of the reducer.
+// Table of measured operations. It has a row per function of the reducer.
 
 namespace bench {
 
@@ -87,7 +87,7 @@ using byteps::core::DType;
 
 // An operation over the first n elements of three buffers.
 using Run = std::function<void(DType, char*, char*, char*, size_t)>;
-// An instance of Touch.
+// Instance of Touch.
 using Plain = void (*)(char*, char*, char*, size_t steps);
 
 struct Operation {
@@ -97,7 +97,7 @@ struct Operation {
   Run run;
   // Value of the written buffer afterwards, from the three values before.
   double (*expected)(double, double, double);
-  // The same operation as a loop of plain arithmetic; null: memory alone limits a plain loop.
+  // The same operation as a loop of plain arithmetic. Null if memory alone limits a plain loop.
   Run arithmetic;
 };
 
@@ -140,7 +140,7 @@ struct PlainBFloat16 {
   }
 };
 
-// `n` elements of `a` become averages of `a` and `b`, with the operators of C++.
+// Makes `n` elements of `a` the averages of `a` and `b`, with the operators of C++.
 template <typename A, typename B>
 void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size_t n) {
   using Value = decltype(B::Get(b, 0));
@@ -148,7 +148,8 @@ void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size
   for (size_t i = 0; i < n; ++i) A::Put(a, i, (A::Get(a, i) + B::Get(b, i)) / d);
 }
 
-// Whether there is a plain loop of averages to compare with: for the types with a threshold.
+// Returns whether there is a plain loop of averages to compare with, as for the types with a
+// threshold.
 inline bool HasPlainAverage(DType t) { return t == DType::kFloat32 || t == DType::kBFloat16; }
 
 inline void PlainAverage(DType t, bool wide, char* a, const char* b, int divisor, size_t n) {
@@ -200,9 +201,9 @@ inline std::vector<Operation> Operations() {
 
 namespace bench {
 
-// Small multiples of every divisor: exact in every type, also after an addition and a division.
-// They differ by buffer and, up to a period, by index. None is 0: repeated divisions would make it
-// subnormal, which is slow.
+// Values are small multiples of every divisor, which are exact in every type, even after an
+// addition and a division. They differ by buffer and, up to a period, by index. None is 0, because
+// repeated divisions would make it subnormal, which is slow.
 constexpr size_t kPeriod = 5;
 inline int Value(int buffer, size_t i) {
   return 12 * (1 + static_cast<int>((i * 7 + buffer * 3) % kPeriod));
@@ -221,8 +222,8 @@ double LoadAs(const char* p, size_t i) {
   return static_cast<double>(x);
 }
 
-// Conversions of the two half types by plain arithmetic, to check the reducer's conversions. Valid
-// for 0 and normal numbers with few digits.
+// Conversions of the two half types by plain arithmetic, which check the reducer's conversions.
+// They are valid for 0 and for normal numbers with few digits.
 inline uint16_t PackHalf(DType t, double v) {
   const int mantissa_bits = t == DType::kBFloat16 ? 7 : 10;
   const int bias = t == DType::kBFloat16 ? 127 : 15;
@@ -273,7 +274,7 @@ class AdamWRun {
     Fill();
   }
 
-  // Bytes that are read, and then written, per element.
+  // Number of bytes that are read, and then written, per element.
   size_t width() const { return size_ + kSlots * sizeof(float); }
 
   void Fill() {

@@ -1,7 +1,7 @@
 // Times the additions of byteps/server/reducer.h, and the optimizer's AdamW
 // (byteps/server/optimizer/update.h), in one thread. Each is compared with a plain loop that reads
-// and writes the same memory and computes almost nothing; averages also with a loop of plain
-// arithmetic.
+// and writes the same memory and computes almost nothing. Averages are also compared with a loop of
+// plain arithmetic.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS
 //
@@ -54,7 +54,7 @@ class Buffers {
   void Fill(size_t n) {
     for (int b = 0; b < 3; ++b) {
       if (data_[b] == nullptr) continue;
-      // Some periods of the input are computed, the others are copies.
+      // Some periods of the input are computed. The others are copies.
       const size_t size = SizeOf(operation_.streams[b], t_);
       const size_t period = std::min<size_t>(n, kPeriod * 4096);
       for (size_t i = 0; i < period; ++i)
@@ -65,7 +65,7 @@ class Buffers {
   }
 
  private:
-  // Leaves room for an unaligned copy.
+  // Rounds up so that there is room for an unaligned copy.
   static size_t RoundUp(size_t bytes) { return (bytes + 4096 + 4095) / 4096 * 4096; }
 
   const Operation& operation_;
@@ -79,7 +79,7 @@ size_t CountWrong(const Operation& operation, DType t, size_t n, size_t shift) {
   char* p[3];
   for (int b = 0; b < 3; ++b) {
     p[b] = buffers.At(b, 0);
-    // Accumulators are the server's own and always aligned.
+    // Accumulators belong to the server, and are always aligned.
     if (p[b] == nullptr || operation.streams[b].wide) continue;
     memmove(p[b] + shift, p[b], n * SizeOf(operation.streams[b], t));
     p[b] += shift;
@@ -96,7 +96,7 @@ size_t CountWrong(const Operation& operation, DType t, size_t n, size_t shift) {
   return wrong;
 }
 
-// CPU time of this thread: excludes other threads of the machine.
+// Returns the CPU time of this thread, which excludes other threads of the machine.
 double ThreadSeconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -119,7 +119,7 @@ std::string List(const std::vector<double>& samples) {
   return "[" + text + "]";
 }
 
-// The clone of the reducer that runs here.
+// Returns the clone of the reducer that runs on this CPU.
 const char* Level() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
@@ -157,7 +157,7 @@ void Print(const Row& row) {
   fflush(stdout);
 }
 
-// Goes through the working set, partition by partition.
+// Measures an operation over the working set, partition by partition.
 void Measure(const Operation& operation, DType t, const Settings& settings) {
   const size_t per_line = kLine / byteps::core::SizeOf(t);
   const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / per_line * per_line;
@@ -175,7 +175,8 @@ void Measure(const Operation& operation, DType t, const Settings& settings) {
       work(buffers.At(0, p * n), buffers.At(1, p * n), buffers.At(2, p * n));
   };
   const bool computes = operation.arithmetic != nullptr && HasPlainAverage(t);
-  std::vector<double> samples[3];  // ours, the plain loop's, plain arithmetic's
+  // Samples of the operation, of the plain loop, and of plain arithmetic.
+  std::vector<double> samples[3];
   auto run = [&](int which, char* a, char* b, char* c) {
     if (which == 0) operation.run(t, a, b, c, n);
     if (which == 1) operation.plain(a, b, c, n / per_line);
@@ -183,7 +184,8 @@ void Measure(const Operation& operation, DType t, const Settings& settings) {
   };
   const int loops = computes ? 3 : 2;
   for (int i = -1; i < settings.repeats; ++i) {  // the first is warm-up
-    // Interleaved, so that disturbances of the machine affect all; the starting loop rotates.
+    // The loops are interleaved, so that disturbances of the machine affect all. The loop that
+    // starts rotates.
     for (int k = 0; k < loops; ++k) {
       const int which = (i + 1 + k) % loops;
       buffers.Fill(n * partitions);  // otherwise sums would overflow and quotients become subnormal
@@ -197,7 +199,7 @@ void Measure(const Operation& operation, DType t, const Settings& settings) {
          samples[1], wrong, samples[2]});
 }
 
-// Like Measure, for AdamW.
+// Measures AdamW over the working set, partition by partition.
 void MeasureAdamW(DType t, const Settings& settings) {
   const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / kLine * kLine;
   const size_t element = byteps::core::SizeOf(t) + AdamWRun::kSlots * sizeof(float);

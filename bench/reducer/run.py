@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Times a server's additions, each compared with a plain loop over the same memory.
 
-It also times AdamW, which a server with parameters applies to each sum. Compiles
-byteps/byteps/server/reducer.cc and optimizer/update.cc like the wheel, and a program that runs each
-of their functions in one thread. The working set exceeds the caches, because a server sums data
-that the network has just written. The limit is a loop that reads and writes the same memory and
-adds integers. The fastest sample of the thread's CPU time counts for both, because other load can
-only add time. Every operation's results are compared with independently computed values.
+It also times AdamW, which a server with parameters applies to each sum. It compiles
+byteps/byteps/server/reducer.cc and optimizer/update.cc like the wheel does, and a program that runs
+each of their functions in one thread. The working set exceeds the caches, because a server sums
+data that the network has just written. The limit is a loop that reads and writes the same memory
+and adds integers. For both, the fastest sample of the thread's CPU time counts, because other load
+can only add time. Every operation's results are compared with independently computed values.
 
-The threshold is a fraction of the plain loop's speed. If a loop of the same arithmetic, compiled
-for this machine, is slower than memory, it is used instead: on some CPUs averages of bf16 are
-limited by arithmetic. fp16 has no threshold, because many CPUs convert it slowly.
+The threshold is a fraction of the plain loop's speed. On some CPUs arithmetic limits averages of
+bf16: if a loop of the same arithmetic, compiled for this machine, is slower than the plain loop, it
+is used instead. fp16 has no threshold, because many CPUs convert it slowly.
 
 Exit status: 0 success; 1 a wrong result, a gated operation below --min-of-limit, or a failed build;
 2 bad usage.
@@ -46,7 +46,7 @@ HEAD = ("operation", "type", "read", "written", "GB/s", "plain GB/s", "of-limit"
 
 
 class BenchError(Exception):
-    """The program could not be built or run; the text has its error output."""
+    """Error if the program could not be built or run. The text has its error output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,13 @@ class Result:
 
     @property
     def of_limit(self) -> float:
-        """Return the limit's time divided by the operation's: the plain loop's, or that of plain
-        arithmetic if it is slower."""
+        """Return the limit's time divided by the operation's time. The limit is the slower one of
+        the plain loop and plain arithmetic."""
         computing = min(self.arithmetic_seconds, default=0.0)
         return max(min(self.plain_seconds), computing) / min(self.seconds)
 
     def misses(self, least: float | None) -> bool:
-        """Return whether it misses the threshold."""
+        """Return whether the operation misses the threshold."""
         return least is not None and self.type in GATED_TYPES and self.of_limit < least
 
     def cells(self, least: float | None) -> Sequence[str]:
@@ -120,7 +120,7 @@ def beyond_caches() -> int:
     """Return twice the largest cache's size, at least 256 MiB."""
     sizes = [256 << 20]
     for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = entry.read_text().strip()  # For example 2048K.
+        text = entry.read_text().strip()  # for example 2048K
         if text.endswith("K"):
             sizes.append(2 * int(text[:-1]) << 10)
     return max(sizes)
@@ -145,14 +145,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(folder: Path) -> Path:
-    """Compile the reducer and the benchmark; return the program. Raises BenchError."""
+    """Compile the reducer and the benchmark. Return the program's path. Raises BenchError."""
     folder.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "c++")
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     common = [compiler, "-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra"]
     common += ["-I", str(OVERLAY)]
     reducer, program = folder / "reducer.o", folder / "reducer_bench"
-    # The reducer is compiled as it ships, for any machine; the plain loop for this machine.
+    # The reducer is compiled as it ships, for any machine. The plain loop is compiled for this
+    # machine.
     source = OVERLAY / "byteps" / "server" / "reducer.cc"
     run([*common, "-c", str(source), "-o", str(reducer)])
     updates, update = folder / "update.o", source.parent / "optimizer" / "update.cc"
@@ -204,7 +205,7 @@ def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
 
 
 def report(results: Sequence[Result], options: argparse.Namespace, meta: dict[str, str]) -> int:
-    """Print and write the results; return the exit status."""
+    """Print and write the results. Return the exit status."""
     least = options.min_of_limit
     print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
     print(aligned([HEAD, *(result.cells(least) for result in results)]))

@@ -3,19 +3,19 @@
 
 Trains a small GPT with replicas on this machine, with a minimum time per step, and kills a rank of
 one replica after the other. The replica is restarted at once; with --warm its next process is
-already waiting. Replicas are spread over this machine's GPUs. Prints for each death: the delay of
+already waiting. Replicas are spread over this machine's GPUs. For each death it prints the delay of
 the others' steps, the time until the replica has joined, and the time that the others waited for
-it. Also prints the goodput: trained samples, relative to the same time without deaths.
+it. It also prints the goodput: trained samples, relative to the same time without deaths.
 
   bench/replicas/failures.py --pace 1 --kill-every 60 --kills 5
 
-With --kill servers, servers are killed instead of replicas, while a spare server waits. Each killed
-server is followed by a new spare.
+With --kill servers, servers are killed instead of replicas, while a spare server waits. A new spare
+follows each killed server.
 
   bench/replicas/failures.py --kill servers --servers 2 --pace 1 --kill-every 30 --kills 6
 
-With --slow nothing is killed; instead the last replica's passes take this many times as long.
-Prints by how much the others' steps become longer.
+With --slow nothing is killed. Instead the last replica's passes take this many times as long, and
+the program prints by how much the others' steps become longer.
 
   bench/replicas/failures.py --slow 2 --every 30 --quorum 3@20 --steps 120
 
@@ -67,7 +67,7 @@ class Servers:
     """Servers and spare servers of a job on this machine.
 
     Args:
-        count: number of active servers, which are started already.
+        count: number of active servers, which the caller has started.
         environment: variables to join the job.
     """
 
@@ -77,7 +77,7 @@ class Servers:
         self._started = count
 
     def start(self) -> None:
-        """Start a spare server, which waits until a server is lost."""
+        """Start a spare server. It waits until a server is lost."""
         start_server(self._started, LOOPBACK, self._processes, self._environment)
         self._titles.append(f"server-{self._started}")
         self._started += 1
@@ -87,14 +87,14 @@ class Servers:
         return any(WAITS in text and "this is server" not in text for text in texts)
 
     def kill(self, rank: int) -> None:
-        """Kill the server of this rank, by SIGKILL."""
+        """Kill the server of this rank by SIGKILL."""
         mine = f"this is server {rank},"
         (title,) = (one for one in self._titles if mine in self._processes.text_of(one))
         self._titles.remove(title)
         self._processes.kill(title)
 
     def replaced(self) -> int:
-        """Return how many servers have been replaced so far."""
+        """Return how many servers were replaced so far."""
         return self._processes.text_of("scheduler").count(REPLACED)
 
 
@@ -173,7 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass
 class Life:
-    """A process lifetime of a replica."""
+    """Lifetime of a replica's processes, from a start to their end."""
 
     replica: int
     record_file: Path
@@ -181,7 +181,7 @@ class Life:
     started: float
     killed: bool = False
     ends: list[float] = field(default_factory=list)
-    """End time of each of its steps."""
+    """End time of each step."""
     record: Record = field(default_factory=Record)
     text: str = ""
     """Output of rank 0."""
@@ -225,7 +225,7 @@ class Job:
         self.lives: list[Life] = []
 
     def allow(self, steps: int) -> None:
-        """With `steps_file`: allow this number of steps."""
+        """Allow this number of steps. Needs `steps_file`."""
         part = self.folder / "steps.part"
         part.write_text(str(steps))
         part.rename(self.folder / "steps")
@@ -247,7 +247,7 @@ class Job:
                 "MASTER_ADDR": LOOPBACK.address,
                 "MASTER_PORT": str(port),
                 "BYTEPS_REPLICA": f"{replica}/{options.replicas}",
-                # A replica may start before its previous processes have ended, and then waits for
+                # A replica may start before its previous processes have ended. It then waits for
                 # their ranks.
                 "BYTEPS_START_TIMEOUT_S": "600",
             }
@@ -260,13 +260,13 @@ class Job:
         return life
 
     def kill(self, life: Life) -> None:
-        """Kill the last rank of a replica's start by SIGKILL. Its other ranks end by themselves."""
+        """Kill the last rank of a replica by SIGKILL. The other ranks end by themselves."""
         life.killed = True
         life.ranks[-1].send(signal.SIGKILL)
 
     def running(self) -> list[Life]:
-        """Return the running starts of replicas. Raises LaunchError if a process failed without
-        being killed."""
+        """Return the lives of replicas that still run. Raises LaunchError if a process failed
+        without being killed."""
         for life in self.lives:
             bad = [rank for rank in life.ranks if rank.status not in (None, 0)]
             if bad and not life.killed:
@@ -278,7 +278,7 @@ Step = Callable[[Job, float], None]
 
 
 def train(options: argparse.Namespace, prefix: Path, watch: Step) -> Job:
-    """Train to the end; `watch` is called repeatedly, and kills and starts replicas.
+    """Train to the end. `watch` is called repeatedly; it kills and starts replicas.
 
     Raises:
         LaunchError: a process failed without being killed, or the run timed out.

@@ -1,7 +1,7 @@
 """Megatron's entry script with a minimum time per step, PACE_S seconds.
 
-So replicas that share a machine's cores step as fast as on separate machines, if these cores have
-time left. With STEPS_FILE a step waits until the number in that file exceeds its own.
+Replicas that share a machine's cores then step as fast as on separate machines, if these cores have
+time left. With STEPS_FILE a step waits until the number in that file exceeds the step's.
 
     PYTHONPATH=TREE PACE_S=1.5 python bench/replicas/paced_gpt.py TREE/SCRIPT ARGUMENTS...
 """
@@ -46,7 +46,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     from megatron.training import training
 
-    # The minimum time of a pass includes its computing; later waits add to it.
+    # The minimum time of a pass includes its computing. Later waits add to it.
     compute = training.get_forward_backward_func
 
     def get(*args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """Compares the loss of a GPT trained by replicas, which meet at servers, with that of a single job.
 
-Trains the same model, with the same seed and data order, as a single job with one rank per replica;
-as replicas that sum gradients in each step (1); and as replicas that step on their own and exchange
-parameters once in H steps. Prints the mean loss of the last steps, relative to the single job's,
-and the bytes that a replica sent per step.
+Trains the same model, with the same seed and data order, in three ways: as a single job with one
+rank per replica; as replicas that sum gradients in each step (1); and as replicas that step on
+their own and exchange parameters once in H steps. Prints the mean loss of the last steps relative
+to the single job's, and the bytes that a replica has sent per step.
 
-With --sites each replica has its own site, and so have the servers, and the single job is left out.
-With --pace the passes of a step take at least a given time, as on separate machines. Then the table
-compares times per step: give first, as the reference, an H at which nothing is exchanged.
+With --sites each replica has a site of its own, and so have the servers; the single job is left
+out. With --pace the passes of a step take at least a given time, as on separate machines. Then the
+table compares times per step. The reference is the first H, so give one first at which nothing is
+exchanged.
 
 Runs of the same seed begin with the same parameters and see the same data. They are compared seed
 by seed, and with several seeds a 95 % interval is shown. Ranks are spread over this machine's GPUs.
-Runs that share GPUs need --alone: NCCL would hold a GPU for one run while it waits for another.
+Runs that share GPUs need --alone, because NCCL would hold a GPU for one run while it waits for
+another.
 
   bench/replicas/run.py                                       a small GPT on this machine
   bench/replicas/run.py --every 10@60,30@60 --lr 0.8 --momentum 0.5
@@ -52,10 +54,10 @@ from scripts.trainkit.job import ENTRY, Record, read_record
 from tests.netkit.switch import DEVICE, Rule, Switch
 
 Run = dict[str, Any]
-"""A run of a seed: ``losses``, ``ends_s`` and ``pushed_bytes`` of every step, ``every``,
+"""Run of a seed: ``losses``, ``ends_s`` and ``pushed_bytes`` of every step, ``every``,
 ``after``."""
 Runs = Mapping[str, Sequence[Run]]
-"""Runs by name, one per seed in the same order. Others are compared with the first name."""
+"""Runs by name, one per seed in the same order. All others are compared with the first name."""
 
 LAST = 50
 """Number of last steps whose losses are compared."""
@@ -71,7 +73,7 @@ def loss(run: Run) -> float:
 
 def per_step(run: Run, what: str) -> float:
     """Return the mean increase of a value per step, over whole exchanges in the last two thirds of
-    the run, or over all steps of that part if there is none."""
+    the run. If there is no whole exchange, take all steps of that part."""
     values = run[what]
     steps = len(values) - 1 - len(values) // 3
     steps = steps // run["every"] * run["every"] or steps if run["every"] else steps
@@ -83,15 +85,15 @@ def step_s(run: Run) -> float:
 
 
 def over(runs: Runs, name: str, of: Callable[[Run], float]) -> list[float]:
-    """Return the relative difference of a value to the first run's, for each seed."""
+    """Return, for each seed, the relative difference between a value and the first run's."""
     first = next(iter(runs.values()))
     return [of(mine) / of(theirs) - 1 for mine, theirs in zip(runs[name], first, strict=True)]
 
 
 def common_loss(run: Run, first: Run) -> float | None:
-    """Return the mean difference between a run's losses and those of the first run, in the same
-    steps, which have the same data. Only steps right after an exchange count, when all replicas
-    have the same model, and only in the second half. None if there is no such step."""
+    """Return the mean difference between the losses of a run and those of the first run, in the
+    same steps, which have the same data. Only steps of the second half right after an exchange
+    count, because all replicas then have the same model. None if there is no such step."""
     every, after = run["every"], run["after"]
     if not every or every == 1:
         return None
@@ -134,7 +136,7 @@ def _relative(values: Sequence[float]) -> str:
 def problems(
     runs: Runs, names: Mapping[str, str], at_most: Mapping[str, float], slower: Mapping[str, float]
 ) -> list[str]:
-    """Return descriptions of losses and times above their limits; ``names`` maps the limits' keys
+    """Return descriptions of losses and times above their limits. ``names`` maps the limits' keys
     to names of ``runs``."""
     first, found = next(iter(runs)), []
     for what, of, limits in (("loss", loss, at_most), ("time of a step", step_s, slower)):
@@ -179,7 +181,7 @@ SCHEMA = 2
 PACED = Path(__file__).with_name("paced_gpt.py")
 ONE_JOB = "one job"
 Setting = tuple[int, int]
-"""Steps between two exchanges, and steps with summed gradients before the first exchange."""
+"""Steps between two exchanges, and number of initial steps with summed gradients."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -215,7 +217,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
     gpt.add_files(add, "replicas")
     options = parser.parse_args(arguments)
-    options.tree = options.tree.resolve()  # Absolute, because ranks have other working directories.
+    options.tree = options.tree.resolve()  # absolute, because ranks have other working directories
     if options.alone and options.model_ranks > 1:
         parser.error("--alone: a model on one rank has --model-ranks 1")
     try:
@@ -258,7 +260,8 @@ def sites_of(text: str) -> Rule:
 
 @contextmanager
 def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Host]]:
-    """Context with a host per replica and a host for the servers, or this machine for all."""
+    """Return a context with a host per replica and a host for the servers. Without sites, this
+    machine is the host of all."""
     if options.sites is None:
         yield [LOOPBACK]
         return
@@ -318,7 +321,7 @@ def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
 
 
 def train(options: argparse.Namespace, prefix: Path, setting: Setting | None, seed: int = 1) -> Run:
-    """Train; return the mean loss of every step, and the number of bytes that replica 0 had pushed
+    """Train. Return the mean loss of every step, and the number of bytes that replica 0 had pushed
     after it."""
     count, ranks = options.replicas, options.ranks
     with (
@@ -390,7 +393,7 @@ def name_of(setting: Setting | None) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train all. Raises LaunchError if a run fails."""
+    """Train all runs. Raises LaunchError if one fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     settings = [*([None] if options.sites is None else []), *options.settings.values()]
     asked = [(setting, seed) for seed in range(1, options.seeds + 1) for setting in settings]
@@ -400,7 +403,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def train_one(setting: Setting | None, seed: int) -> Run:
         asked = alone(options) if setting is None and options.alone else options
         run = train(asked, dataset.prefix, setting, seed)
-        # Results of finished runs are kept even if a later run fails.
+        # The results of finished runs are kept even if a later run fails.
         name = f"{name_of(setting)}, seed {seed}"
         (options.out / f"{name}.json").write_text(json.dumps(run) + os.linesep)
         print(f"{name}: {loss(run):.4f} in {run['ends_s'][-1]:.0f} s", flush=True)

@@ -83,18 +83,18 @@ class Way:
 
     name: str
     arguments: tuple[str, ...] = ()
-    """Arguments of the entry script in addition to the common arguments. ``{hosts}`` is the number
-    of hosts."""
+    """Arguments of the entry script that this way adds to the common ones. ``{hosts}`` is the
+    number of hosts."""
     settings: Mapping[str, str] = NO_SETTINGS
     """Environment variables of all nodes."""
     through_servers: bool = False
     loss_tolerance: float = 1e-3
-    """Allowed relative difference of its losses to those of another way."""
+    """Allowed relative difference between this way's losses and another way's."""
     overlaps_forward: bool = True
     """Whether parameters may be gathered during the next forward pass."""
 
     def megatron_arguments(self, hosts: int, common: Sequence[str]) -> list[str]:
-        """Return the arguments; parameters overlap the forward pass if gradients overlap too."""
+        """Return the arguments. Parameters overlap the forward pass if gradients overlap, too."""
         own = [word.format(hosts=hosts) for word in self.arguments]
         gathers = self.overlaps_forward and {_SHARDED[0], "--dpu-optimizer"} & set(own)
         if gathers and _OVERLAP in common:
@@ -103,7 +103,7 @@ class Way:
 
 
 def _ways() -> Iterator[Way]:
-    """Yield each layout with torch.distributed and, named ``byteps-...``, with
+    """Yield each layout twice: with torch.distributed and, named ``byteps-...``, with
     ``--use-dpu-reduce``."""
     inside = (*_SHARDED, "--num-distributed-optimizer-instances", "{hosts}")
     for name, arguments in (
@@ -120,7 +120,7 @@ def _ways() -> Iterator[Way]:
         yield _way(short, asked)
         for wire in ("bf16", "int8", "int4") if not name.endswith("bf16") else ():
             yield _way(f"{short}-wire-{wire}", (*asked, "--dpu-reduce-wire-dtype", wire))
-    # This is the sharded recipe with a single flag added.
+    # This is the sharded recipe with one more flag.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
     # Servers keep the optimizer. Ranks that share a host reduce first, except in "...-flat". In
@@ -130,7 +130,7 @@ def _ways() -> Iterator[Way]:
         ("servers-bf16", ()),
         ("servers-bf16-flat", ("--dpu-reduce-backend", "flat")),
         ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
-        # Gradients are pushed in four bits, differences of parameters pulled in eight.
+        # Gradients are pushed in four bits, and differences of parameters are pulled in eight.
         ("servers-int4", ("--dpu-reduce-wire-dtype", "int4")),
     ):
         yield _way(name, (*servers, *more))
@@ -184,7 +184,7 @@ class Trained:
 def step_seconds(record: Record, warmup: int) -> list[float]:
     """Return the seconds of each step after the first ``warmup`` steps. Raises LaunchError if none
     is left."""
-    # The first step's begin is not recorded, so at least one step is not timed.
+    # The begin of the first step is not recorded, so at least one step is not timed.
     ends = [step.seconds for step in record.steps][max(warmup, 1) - 1 :]
     spans = [after - before for before, after in itertools.pairwise(ends)]
     if not spans:
@@ -193,16 +193,17 @@ def step_seconds(record: Record, warmup: int) -> list[float]:
 
 
 def arguments_of(what: Training, way: Way, hosts: int, route: str) -> list[str]:
-    """Return Megatron's arguments; a way that names its route keeps it."""
+    """Return Megatron's arguments. A way that names its route keeps it."""
     routed = ("--dpu-reduce-backend", route) if way.through_servers else ()
     return [*what.arguments, *routed, *way.megatron_arguments(hosts, what.arguments)]
 
 
 def gpus_of(rank: int, ranks_per_host: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for the host of a rank: one GPU per rank.
+    """Return CUDA_VISIBLE_DEVICES for a rank's host, with one GPU per rank.
 
-    If hosts outnumber GPUs they share them evenly. A host sees only GPUs that it uses: torch takes
-    the rank modulo the number of visible GPUs as the GPU's number, and hangs if that is wrong.
+    If hosts outnumber GPUs, they share them evenly. A host sees only the GPUs that it uses: torch
+    takes the rank modulo the number of visible GPUs for the GPU's number, and hangs if that is
+    wrong.
 
     Raises:
         LaunchError: a host has more ranks than there are GPUs.
@@ -265,7 +266,7 @@ def train(
 
 
 def routes_in(log: str) -> str:
-    """Return the tables of routes and reasons that a rank printed."""
+    """Return the tables of routes and reasons that a rank has printed."""
     lines, inside = [], False
     for line in log.splitlines():
         inside = line.startswith("dpu_reduce: ") or (inside and line.startswith("  "))
@@ -399,8 +400,8 @@ def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
 
 
 def ratio(done: Sequence[Trained], backends: Sequence[str]) -> tuple[float, float, float]:
-    """Return how many times as fast the first backend is as the second: by the medians of all
-    launches, and the least and the most by the two launches of a round."""
+    """Return how many times as fast the first backend is as the second. The first number is by the
+    medians of all launches, the least and the most by the two launches of a round."""
     ours, theirs = ([one.median_s for one in done if one.backend == name] for name in backends)
     each = [b / a for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(theirs) / statistics.median(ours), min(each), max(each)
@@ -429,7 +430,7 @@ def complaint(done: Sequence[Trained], workers: int) -> str | None:
 
 
 def report(done: Sequence[Trained], options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print and write the results; return the exit status."""
+    """Print and write the results. Return the exit status."""
     plan: Plan = options.plan
     meta = {**metadata(words), "steps": f"{options.steps}, {options.warmup} of them not timed"}
     print(header(meta, plan))

@@ -51,20 +51,20 @@ HEAD = (
     "GPU GB",
     "busy",
 )
-# A billion parameters in the layers: on fast GPUs a step waits for its gradients.
+# With a billion parameters in the layers, a step waits for its gradients even on fast GPUs.
 MODEL = """
     --bf16 --num-layers 20 --hidden-size 2048 --num-attention-heads 16
     --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4
     --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
 """.split()  # noqa: SIM905
 
-# 340 million parameters, for four or eight ranks on two GPUs.
+# 340 million parameters fit four or eight ranks on two GPUs.
 SMALLER = """
     --bf16 --num-layers 12 --hidden-size 1536 --num-attention-heads 12
     --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2
     --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
 """.split()  # noqa: SIM905
-# 12.6 million parameters and few tokens, for links of 100 Mbit/s and slower.
+# 12.6 million parameters and few tokens suit links of 100 Mbit/s and slower.
 ON_CPU = """
     --bf16 --num-layers 4 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 4
     --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1
@@ -81,7 +81,7 @@ BY_HOST = ("byteps-by-host-bf16", "by-host-bf16", "sharded-bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Threshold for the relative speed of two ways."""
+    """Threshold of the relative speed of two ways."""
 
     ours: str
     theirs: str
@@ -90,7 +90,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A model trained in several ways on a cluster."""
+    """Model that is trained in several ways on a cluster."""
 
     hosts: int
     ranks_per_host: int = 1
@@ -139,7 +139,7 @@ _ON_MORE_SERVERS = _bars(
     ("servers-bf16", "sharded-bf16", 1.55),
     ("servers-bf16", "sharded", 2.0),
 )
-# With two ranks per host, the backend flat sends twice the bytes over each NIC.
+# With two ranks per host, the backend flat sends twice as many bytes over each NIC.
 _ON_SERVERS_BY_HOST = (*_ON_SERVERS, *_bars(("servers-bf16", "servers-bf16-flat", 1.6)))
 
 STEPS: tuple[Steps, ...] = (
@@ -186,7 +186,7 @@ STEPS: tuple[Steps, ...] = (
         for ranks, rates in ((4, ("10gbit", "25gbit", "100gbit")), (8, ("25gbit",)))
         for rate in rates
     ),
-    # The optimizer on the servers, with a norm that is never clipped.
+    # The optimizer is on the servers, with a norm that is never clipped.
     *(
         Steps(
             label="optimizer",
@@ -216,7 +216,7 @@ STEPS: tuple[Steps, ...] = (
         )
         for rate, model in (("10gbit", SMALLER), ("100mbit", ON_CPU))
     ),
-    # The optimizer on the servers, pushes and pulls in eight bits.
+    # The optimizer is on the servers. Pushes and pulls travel in eight bits.
     Steps(
         label="few-bits",
         hosts=4,
@@ -226,7 +226,7 @@ STEPS: tuple[Steps, ...] = (
         ways=("servers-int8", "servers-bf16", "sharded-bf16"),
         bars=_bars(("servers-int8", "servers-bf16", 1.5), ("servers-int8", "sharded-bf16", 2.2)),
     ),
-    # A recipe that shards the optimizer, with only --dpu-optimizer added.
+    # These recipes shard the optimizer, and add only --dpu-optimizer.
     *(
         Steps(
             label="recipe",
@@ -248,8 +248,8 @@ STEPS: tuple[Steps, ...] = (
 
 
 def choose(names: Sequence[str] = (), *, on_gpu: bool = True) -> list[Steps]:
-    """Return all experiments for such a machine, or those named, in the order named. Raises
-    ValueError for an unknown name."""
+    """Return the named experiments, in the order named. Without names, return all for such a
+    machine. Raises ValueError for an unknown name."""
     known = {one.name: one for one in STEPS}
     for name in names:
         if name not in known:
@@ -294,8 +294,8 @@ def words_of(steps: Steps, options: argparse.Namespace) -> list[str]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[Steps, list[Trained], bool]]:
-    """Run experiments one after the other; a failure does not stop the rest. Yields each with its
-    launches (empty: it failed or was not begun) and whether their losses agree."""
+    """Run experiments one after the other. A failure does not stop the rest. Yield each with its
+    launches (empty: it failed or was not begun), and whether their losses agree."""
     for steps in options.chosen:
         if options.budget is not None and time.monotonic() - options.begun > options.budget:
             print(f"{steps.name}: not begun, since --budget is used up", flush=True)
@@ -338,7 +338,7 @@ def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
 
 
 def verdict(steps: Steps, bar: Bar, done: Sequence[Trained]) -> tuple[bool, str]:
-    """Return whether a threshold is reached, and its line."""
+    """Return whether a threshold is reached, and a line about it."""
     value, low, high = train_bench.ratio(done, (bar.ours, bar.theirs))
     ok = value >= bar.low
     text = (

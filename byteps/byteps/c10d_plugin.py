@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 NAME = "byteps"
 MIXED = {"cpu": "gloo", "cuda": "nccl"}
-"""Backends inside a group whose script asks for ``byteps``."""
+"""Native backends inside a group whose script asks for ``byteps`` by name."""
 
 SWITCH = "BYTEPS_C10D"
 NEED_SWITCH = (
@@ -49,7 +49,7 @@ class RequestedBackends:
 
     @property
     def is_carried(self) -> bool:
-        """Return whether a BytePS group can wrap these backends."""
+        """Return whether a BytePS group can wrap these native backends."""
         return (
             bool(self.backends)
             and set(self.backends) <= {"cpu", "cuda"}
@@ -58,10 +58,10 @@ class RequestedBackends:
 
     @classmethod
     def of(cls, name: str) -> RequestedBackends:
-        """Parse a name. Raises ValueError if torch does not know it."""
+        """Parse a backend's name. Raises ValueError if torch does not know it."""
         config = dist.distributed_c10d.BackendConfig(dist.Backend(name))
         backends = {device: str(of) for device, of in config.get_device_backend_map().items()}
-        # For an undefined name torch returns a backend for every kind of device.
+        # For an undefined name, torch returns a backend for every kind of device.
         if name == dist.Backend.UNDEFINED:
             backends = {device: of for device, of in backends.items() if device in MIXED}
         return cls(name=name, backends=backends)
@@ -70,11 +70,11 @@ class RequestedBackends:
 requested_backends: ContextVar[RequestedBackends | None] = ContextVar(
     "requested_backends", default=None
 )
-"""The backend that the script has asked for, while its group is being created."""
+"""Backend that the script has asked for, while torch creates the group."""
 
 
 def warn_not_carried(what: str) -> None:
-    """Log once that all-reduces of a group do not go through the servers."""
+    """Log once that the all-reduces of a group do not go through the servers."""
     if what not in _warned:
         _warned.add(what)
         _logger.warning("%s is not carried by BytePS: its all-reduces stay with its backend", what)
@@ -93,7 +93,8 @@ def install() -> None:
         return
     register()
     inside = dist.distributed_c10d
-    # All code that creates a group calls this function, also modules imported before this one.
+    # All code that creates a group calls this function, even modules that were imported before this
+    # one.
     if not hasattr(inside._new_process_group_helper, "__wrapped__"):
         inside._new_process_group_helper = _carrying(inside._new_process_group_helper)
 
@@ -112,7 +113,7 @@ def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
     def carrying(*arguments: Any, **named: Any) -> Any:
         call = signature.bind(*arguments, **named)
         name = str(call.arguments["backend"]).lower()
-        # torch handles ``byteps`` itself, and reports invalid names.
+        # torch itself handles `byteps`, and reports invalid names.
         of = None if name == NAME or not _is_understood(name) else RequestedBackends.of(name)
         if of is None or not of.is_carried:
             if of is not None:
@@ -124,7 +125,7 @@ def _carrying(make: Callable[..., Any]) -> Callable[..., Any]:
             group, store = make(*call.args, **call.kwargs)
         finally:
             requested_backends.reset(token)
-        if isinstance(group, dist.ProcessGroup):  # this rank is a member
+        if isinstance(group, dist.ProcessGroup):  # this rank is a member of the new group
             _tell_as(group, name, call.arguments.get("device_id"))
         return group, store
 
@@ -140,7 +141,7 @@ def _is_understood(name: str) -> bool:
 
 
 def _tell_as(group: Any, name: str, device: torch.device | None) -> None:
-    """Make torch report the group's backend as the name that the script asked for."""
+    """Make torch name the group's backend as the script named it."""
     world = dist.distributed_c10d._world
     world.pg_map[group] = (name, world.pg_map[group][1])
     world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(name)))
@@ -185,8 +186,8 @@ def _warn_at_first_group(warning: str) -> None:
 
 
 def autoload() -> None:
-    """With ``BYTEPS_C10D=1``, make torch.distributed create groups that use BytePS. Under ``python
-    -m byteps.trial``, measure this process's steps."""
+    """Install this plugin if ``BYTEPS_C10D=1``. Under ``python -m byteps.trial``, also measure this
+    process's steps."""
     if SWITCH not in os.environ and os.environ.get("RANK", "0") == "0":
         _warn_of_misspelt()
         if (warning := lacking_switch(os.environ)) and dist.is_available():

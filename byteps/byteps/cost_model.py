@@ -1,9 +1,9 @@
-"""Time of an all-reduce on the links, in closed form; docs/design/cost-model.md derives it.
+"""Time that an all-reduce needs on the links, in closed form; docs/design/cost-model.md derives it.
 
-Training uses these functions to decide how each bucket of gradients is summed, and the benchmark
-compares its measurements with them. The model: links carry their rate in both directions at the
-same time, the switch is never the limit, additions and messages cost nothing. The module imports no
-other module of this project.
+Training uses these functions to decide how each bucket of gradients is summed. The benchmark
+compares its measurements with them. The model assumes that links carry their rate in both
+directions at the same time, that the switch is never the limit, and that additions and messages
+cost nothing. The module imports no other module of this project.
 
 :func:`core_seconds` counts CPU time. Unless stated otherwise, ``workers`` (n) is the number of
 members of the all-reduce, each with its own NIC, ``servers`` (k) the number of machines that add,
@@ -84,8 +84,8 @@ class Load:
     """NIC of a server machine."""
 
     def seconds(self, host_rate: float, server_rate: float) -> float:
-        """Return the time until the last byte has passed, for NICs of these bytes per second in
-        each direction."""
+        """Return the time until the last byte has passed. The arguments are rates of NICs, in bytes
+        per second and direction."""
         return max(self.host / host_rate, self.server / server_rate)
 
 
@@ -160,8 +160,8 @@ def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
 
 def scatter_to_owners(hosts: int, pushed: float) -> Load:
     """Return the load of a reduce-scatter whose shards are summed on their owners' hosts. The ranks
-    of a host push all except their own shards out of the host; sums come from the host's own
-    servers."""
+    of a host push all shards but their own to other hosts; sums come from servers on the same
+    host."""
     return Load(host=(hosts - 1) / hosts * pushed)
 
 
@@ -194,8 +194,7 @@ def core_seconds(
     core_rate: float = TCP_CORE_RATE,
     add_rate: float = ADD_CORE_RATE,
 ) -> CoreSeconds:
-    """Return the CPU time of a push-pull, for the bytes that the ranks of a host push and pull in
-    total.
+    """Return the CPU time of a push-pull. `pushed` and `pulled`: bytes of all ranks of a host.
 
     Workers send pushes and receive pulls. A server with the fraction x of the tensor receives and
     adds x * pushed from every host, and sends x * pulled to each. Traffic inside a host costs the
@@ -212,7 +211,8 @@ def core_seconds(
 
 
 def reduce_scatters(groups: Iterable[Sequence[int]], size: float) -> Load:
-    """Return the load of simultaneous reduce-scatters (or all-gathers) of torch.distributed.
+    """Return the load of reduce-scatters (or all-gathers) of torch.distributed that run at the same
+    time.
 
     A ring of m members visits the members of a host one after the other, so (m-1)/m of the tensor
     leaves each host; nothing if all are on the same host.
@@ -225,7 +225,8 @@ def reduce_scatters(groups: Iterable[Sequence[int]], size: float) -> Load:
 
 
 def all_reduces(groups: Iterable[Sequence[int]], size: float) -> Load:
-    """Return the load of simultaneous all-reduces of torch.distributed; arguments as above.
+    """Return the load of all-reduces of torch.distributed that run at the same time. The arguments
+    are those of `reduce_scatters`.
 
     2(h-1)/h of the tensor leaves each of h hosts. This is NCCL's optimum, with trees or with rings
     that sum inside the host first. A flat ring (gloo's) needs 2(m-1)/m.

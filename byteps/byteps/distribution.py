@@ -11,7 +11,8 @@ from pathlib import Path
 
 
 def refuse_another(site: Path) -> None:
-    """Checks the folder that holds the package `byteps`, by names alone: a fraction of a ms.
+    """Check the folder that holds the package `byteps`. Only names of files are read, so this takes
+    a fraction of a ms.
 
     Raises:
         ImportError: a distribution named `byteps` is installed there.

@@ -72,13 +72,13 @@ def render(level: int, message: str) -> str:
 
 
 def install(rank: int, *, form: str | None = None, hide_time: bool = False) -> None:
-    """Add a handler to the loggers of this project that writes such lines to stderr.
+    """Add a handler to this project's loggers. It writes lines in that format to stderr.
 
     A second call, for example after a fork, changes the rank in the lines.
 
     Args:
-        form: BYTEPS_LOG_FORMAT. None: it is not set; then this does nothing if the program has
-            configured logging itself.
+        form: BYTEPS_LOG_FORMAT. None: it is not set; if the program has configured logging itself,
+            nothing is installed.
         hide_time: BYTEPS_LOG_HIDE_TIME.
     """
     global _formatter

@@ -25,8 +25,8 @@ part. ``auto``: the backend that needs the least time on the links.
 """
 
 MARGIN = 0.97
-"""Servers are chosen if they need at most this fraction of the collective's time: at equal bytes a
-ring is faster by a few percent."""
+"""Servers are chosen if they need at most this fraction of the collective's time. With equal bytes,
+a ring is faster by a few percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """The sum of a bucket group's gradients over a data-parallel group."""
+    """Sum of a bucket group's gradients over a data-parallel group."""
 
     hosts: tuple[int, ...]
     """The host of each member, in the order of the group."""
@@ -73,17 +73,17 @@ class Sum:
     sharded: bool = False
     """Whether the optimizer is distributed: each rank then needs only its own shard."""
     instances: int = 1
-    """Number of distributed optimizer instances: the group is cut into this many equal runs of
-    members, each of which holds all shards once."""
+    """Number of distributed optimizer instances. The group is cut into this many runs of members,
+    equally long; each run holds all shards once."""
     updated: bool = False
     """Whether servers keep the optimizer and answer with parameters instead of the sum."""
     pulled_bytes: int | None = None
     """Bytes of the servers' answers; None: the same as `wire_bytes`."""
     placed: bool = False
-    """Whether servers on each rank's host sum its shard."""
+    """Whether servers on each rank's host sum the rank's shard."""
     by_all_reduce: bool = False
-    """Whether the collective all-reduces even if the sum is sharded, as gloo's reduce-scatter does
-    (measured with torch 2.13: 1.50 bytes per byte at 4 ranks, an all-gather 0.75)."""
+    """Whether the collective is an all-reduce even if the sum is sharded, as in gloo (measured with
+    torch 2.13: 1.50 bytes per byte at 4 ranks, an all-gather 0.75)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class Hosts(tuple[int, ...]):
         return self._hash
 
 
-# Cached, because a plan asks for the same group once per bucket group, and groups have thousands of
-# members.
+# The result is cached: a plan asks for the same group once per bucket group, and groups have
+# thousands of members.
 @functools.lru_cache(maxsize=64)
 def per_host(hosts: tuple[int, ...]) -> Mapping[int, int]:
     """Return the number of members on each host."""
@@ -126,7 +126,8 @@ def per_host(hosts: tuple[int, ...]) -> Mapping[int, int]:
 
 
 def can_be_node_first(hosts: tuple[int, ...]) -> bool:
-    """Return whether there are several hosts, all with the same number of members, more than 1."""
+    """Return whether there are several hosts, all with the same number of members, and more than
+    one."""
     counts = per_host(hosts)
     return len(counts) > 1 and len(set(counts.values())) == 1 and max(counts.values()) > 1
 
@@ -210,8 +211,8 @@ def decide(what: Sum, network: Network, requested: str = AUTO) -> Decision:
 
 
 def _node_first(what: Sum, why: str) -> tuple[str, str]:
-    """Return the node-first route, or the flat route with a reason, for a sum over several
-    hosts."""
+    """Return the node-first route for a sum over several hosts. If it is impossible, return the
+    flat route, with a reason."""
     if can_be_node_first(what.hosts):
         return NODE_FIRST, why
     counts = sorted(set(per_host(what.hosts).values()))
@@ -221,7 +222,7 @@ def _node_first(what: Sum, why: str) -> tuple[str, str]:
 
 
 def _for_servers(what: Sum, requested: str) -> tuple[str, str]:
-    """Return the route if servers keep the optimizer: no collective can replace them, and with
+    """Return the route if servers keep the optimizer. No collective can replace them, and with
     node-first each NIC carries the fewest bytes."""
     if requested == FLAT:
         return FLAT, "asked for"

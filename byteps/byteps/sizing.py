@@ -41,12 +41,12 @@ from byteps.forecast.training import USE, WIRE
 PROGRAMS = {"megatron": MEGATRON, "ddp": DDP}
 OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 LEAST_PARAMETERS = 1e6
-"""Smallest number of parameters. A smaller number is probably a forgotten M or B."""
+"""Least number of parameters. A smaller number probably lacks an M or B."""
 MOST_PARAMETERS = 1e12
 """Largest number of parameters per rank: at two bytes each, no GPU has as much memory."""
 
 LEAST_SHOWN = 1.005
-"""Least gain of a row in the text; rows below it are left out."""
+"""Least gain of a row in the text; rows with less are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ def training_of(
 
 
 def choices(training: Training, machines: Machines, count: int | None) -> list[Choice]:
-    """Return the numbers of spare machines to choose from. `count`: the only number; None:
-    several."""
+    """Return the numbers of spare machines to choose from, with their forecasts. `count`: the only
+    number; None: several."""
     wanted = {count} if count is not None else {0}
     if count is None:
         hosts = machines.hosts
@@ -221,7 +221,7 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
 
 
 def _lacking_cores(chosen: Choice) -> str:
-    """Describe the gain of more cores; empty if there are enough."""
+    """Describe what more cores would gain; empty if there are enough."""
     (enough,) = choices(chosen.found.training, chosen.machines.with_all_cores(), chosen.spare)
     faster = enough.deployed
     if faster is None:

@@ -1,15 +1,14 @@
-# shellcheck shell=bash
-# Functions that scheduler.sh, server.sh and worker.sh share. To be sourced, not run.
+# shellcheck shell=bash Functions that scheduler.sh, server.sh and worker.sh share. They source this file.
 
 readonly EXIT_USAGE=2
 
-# The name that the user called: of the script, or of the command megatron-byteps.
+# Name that the user has called: the script, or the command megatron-byteps.
 me=${MEGATRON_BYTEPS_COMMAND:-${0##*/}}
 unset MEGATRON_BYTEPS_COMMAND
 
 repo_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 
-# Ends the script: a setting is missing or bad.
+# die_usage TEXT: ends the script, because a setting is missing or bad.
 die_usage() {
   echo "$me: $*" >&2
   echo "Try '$me -h' for all settings." >&2
@@ -25,7 +24,7 @@ need_argument() {
 need_integer() {
   local what=$1 value=$2 low=$3 high=$4
   [[ -n $value ]] || die_usage "missing: $what"
-  # Ten digits fit bash's arithmetic; 10# keeps a leading zero from meaning octal.
+  # Ten digits fit bash's arithmetic. 10# keeps a leading zero from meaning octal.
   if ! [[ $value =~ ^[0-9]{1,10}$ ]] || ((10#$value < low || 10#$value > high)); then
     die_usage "$what is '$value', not a whole number from $low to $high"
   fi
@@ -74,7 +73,7 @@ need_secret() {
     "(--secret-file or BYTEPS_SECRET_FILE)"
 }
 
-# Sets the address at which other nodes reach this node.
+# set_node_host: sets the address at which other nodes reach this node.
 set_node_host() {
   need_text "--node-host" "$1"
   export DMLC_NODE_HOST=$1
@@ -98,9 +97,9 @@ first_line() {
   echo "$line"
 }
 
-# detect_node [DESTINATION] finds the interface, address, NUMA node and RDMA device of this machine's part of the job:
-# by DMLC_NODE_HOST or DMLC_INTERFACE if set, otherwise by the route to DESTINATION. Sets node_interface, node_address,
-# node_numa and node_rdma; unknown values stay empty.
+# detect_node [DESTINATION] finds the interface, address, NUMA node and RDMA device that this machine's part of the job
+# uses: by DMLC_NODE_HOST or DMLC_INTERFACE if set, otherwise by the route to DESTINATION. It sets node_interface,
+# node_address, node_numa and node_rdma. Unknown values stay empty.
 detect_node() {
   local destination=${1:-} route device
   node_interface=${DMLC_INTERFACE:-} node_address=${DMLC_NODE_HOST:-} node_numa='' node_rdma=''
@@ -126,7 +125,7 @@ detect_node() {
   done
 }
 
-# show_node prints the detected values to stderr, and the ways to override them.
+# show_node prints to stderr the detected values, and how to override them.
 show_node() {
   if ! command -v ip >/dev/null; then
     echo "$me: there is no ip command (iproute2): byteps-server finds this machine's address by" \
@@ -138,7 +137,7 @@ show_node() {
     "RDMA device ${node_rdma:-none} (BYTEPS_RDMA_DEVICE)" >&2
 }
 
-# show_command COMMAND...: prints the command with its settings, except a secret, to be pasted.
+# show_command COMMAND...: prints the command with its settings, ready to be pasted. A secret is left out.
 show_command() {
   local name
   for name in $(compgen -e | grep -E '^(DMLC|BYTEPS|SERVER)_|^TORCH_DISABLE_SHARE_' | LC_ALL=C sort); do
@@ -162,7 +161,7 @@ find_program() {
   command -v -- "$1" || die_usage "$1 is neither in $repo_root/build/venv/bin nor on PATH: $2"
 }
 
-# has_byteps PYTHON: succeeds if this Python has byteps and torch. An import would take seconds.
+# has_byteps PYTHON: succeeds if this Python has byteps and torch. It does not import them, which would take seconds.
 has_byteps() {
   "$1" - 2>/dev/null <<'PYTHON'
 import importlib.util

@@ -1,9 +1,8 @@
-# shellcheck shell=bash
-# Functions for scripts that build and pack: Python, uv and system packages of this machine, sources of a library, and
-# the cache. To be sourced.
+# shellcheck shell=bash Functions for scripts that build and pack: Python, uv and system packages of this machine,
+# sources of a library, and the cache. The scripts source this file.
 
-# keep NEW KEPT: moves a complete folder to its name in the cache. Several setups may do this at the same time: a later
-# setup finds the folder of the first, which is as good, and leaves it in place.
+# keep NEW KEPT: moves a complete folder to its name in the cache. Several setups may do this at the same time. A later
+# one finds the folder of the first, which is as good, and leaves it in place.
 keep() {
   mkdir -p "$(dirname "$2")"
   mv -T "$1" "$2" 2>/dev/null || { [[ -d $2 ]] && rm -rf "$1"; }
@@ -29,7 +28,7 @@ find_python() {
     echo "error: PYTHON=$PYTHON is not a Python >= 3.12 that runs" >&2
     return 1
   fi
-  # 3.12 first: the lock file was resolved and tested with it.
+  # 3.12 comes first, because the lock file was resolved and tested with it.
   for candidate in python3.12 python3.13 python3.14 python3; do
     if command -v "$candidate" >/dev/null 2>&1 && python_works "$candidate"; then
       "$candidate" -c 'import sys; print(sys.executable)'
@@ -52,7 +51,7 @@ find_python() {
   return 1
 }
 
-# find_uv ROOT CACHE: sets `uv` to the uv on PATH or to that of locks/bootstrap.lock in CACHE; or fails.
+# find_uv ROOT CACHE: sets `uv` to the uv on PATH, or to that of locks/bootstrap.lock in CACHE. Fails if there is none.
 find_uv() {
   local key
   if command -v uv >/dev/null 2>&1; then
@@ -64,10 +63,10 @@ find_uv() {
   [[ -x "$uv" ]]
 }
 
-# use_uv CACHE: sets uv's folder of packages, and the certificates that it trusts.
+# use_uv CACHE: sets uv's folder of packages, and the certificates that uv trusts.
 use_uv() {
   export UV_CACHE_DIR="${UV_CACHE_DIR:-$1/uv}"
-  # uv brings its own list of authorities; the system's list may have local authorities as well.
+  # uv brings a list of authorities. The system's list may also have local authorities.
   if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
     export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
     export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
@@ -82,7 +81,7 @@ install_ship_tools() {
   key=$(sha256sum <"$root/locks/ship.lock" | cut -c -64)
   if [[ ! -f $tools/.key || $(<"$tools/.key") != "$key" ]]; then
     echo "installing locks/ship.lock in build/venv-ship" >&2
-    # make setup installed it there.
+    # make setup has installed uv there.
     find_uv "$root" "$cache" || { echo "error: no uv: run scripts/setup.sh" >&2; return 1; }
     use_uv "$cache"
     "$uv" venv --quiet --clear --python "$root/build/venv/bin/python" "$tools"
@@ -115,7 +114,7 @@ aarch64-linux-gnu-g++  g++-aarch64-linux-gnu optional
 qemu-aarch64-static    qemu-user-static optional
 '
 
-# Packages of the RDMA tests, which run in a virtual machine (tests/rdma/vm), on x86-64 alone.
+# Packages of the RDMA tests, which run in a virtual machine (tests/rdma/vm), only on x86-64.
 [[ "$(uname -m)" != x86_64 ]] || system_needs+='
 qemu-system-x86_64     qemu-system-x86 optional
 /bin/busybox           busybox-static optional
@@ -213,7 +212,7 @@ setup_more() {
   mapfile -t missing < <(missing_packages required)
   ((${#missing[@]} > 0)) || return 0
   echo "setup: installing ${missing[*]}"
-  # RUNLEVEL: starts none of their services.
+  # RUNLEVEL keeps apt from starting the packages' services.
   RUNLEVEL=1 apt_install "${missing[@]}" >/dev/null || true
   mapfile -t missing < <(missing_packages required)
   if ((${#missing[@]} > 0)); then
@@ -226,13 +225,13 @@ setup_images() { setup_more "$image_needs"; }
 setup_slurm() { setup_more "$slurm_needs"; }
 setup_valgrind() { setup_more "$valgrind_needs"; }
 
-# ---- the sources of libsodium, which is compiled into the shipped files
-# They come from the distribution's signed source packages, so that no URL is needed here.
+# ---- the sources of libsodium, which is compiled into the shipped files Signed source packages of the distribution
+# have them, so no URL is needed here.
 
 distribution() { (. /etc/os-release && echo "$ID-$VERSION_ID"); }
 
-# sodium_source CACHE: prints the folder of its sources. After an update of the machine's package, sources are fetched
-# again.
+# sodium_source CACHE: prints the folder of libsodium's sources. After an update of the machine's package, the sources
+# are fetched again.
 sodium_source() {
   local version
   version=$(dpkg-query --show --showformat '${Version}' libsodium-dev 2>/dev/null) || version=unknown
@@ -258,7 +257,7 @@ fetch_sources() {
   (
     set -e
     mkdir -p "$work"/{lists/partial,cache/archives/partial,parts,tree}
-    # The same archives as for packages, with their sources; the system's own list is unchanged.
+    # The sources come from the archives of the packages. The system's own list is unchanged.
     { cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list 2>/dev/null || true; } |
       sed -n 's/^deb /deb-src /p' >"$work/parts/all.list"
     for archive in /etc/apt/sources.list.d/*.sources; do
@@ -281,7 +280,7 @@ fetch_sources() {
       echo "$package $(sed -n 's/^Version: //p' "$archive" | head -n 1) $(distribution)" >>../versions
       tar -xf ../"$package"_*.debian.tar.*
       [[ -e debian/patches/series ]] || continue
-      # A git repository around the cache must be ignored.
+      # git apply must not see a repository around the cache.
       while read -r patch; do
         GIT_CEILING_DIRECTORIES=$work/tree git apply "debian/patches/$patch"
       done < <(sed -E 's/#.*//; /^ *$/d' debian/patches/series)

@@ -39,8 +39,8 @@ FORMAT = (
     "--encode-email-headers", "--binary", "--filename-max-length=100",
 )  # fmt: skip
 OWN = 101
-"""Number of the first patch after the shared ones. It is fixed, so that a new shared patch renames
-no other patch."""
+"""Number of the first patch after the shared ones. It is fixed, so a new shared patch renames no
+other patch."""
 _FROM = f"From: {AUTHOR[0]} <{AUTHOR[1]}>\n".encode()
 _HEADER = re.compile(
     rb"From 0{40} Mon Sep 17 00:00:00 2001\n"
@@ -53,17 +53,17 @@ _POSITION = re.compile(
 
 
 def about_subject(subject: str) -> str | None:
-    """Return the fault of a patch's subject, or None."""
+    """Return the fault of a patch's subject, or None if it has none."""
     if not re.match(r"[a-z][A-Za-z0-9_./-]*: \S", subject):
         return 'the subject must read "area: what it does"'
-    # git cuts the file name of a patch with a longer subject, perhaps within a word.
+    # If the subject is longer, git cuts the patch's file name, perhaps within a word.
     if len(subject) > 72:
         return f"the subject has {len(subject)} characters, at most 72"
     return None
 
 
 def format_patches(upstream: Upstream, tree: Path, destination: Path, series: Series) -> list[Path]:
-    """Write the commits that follow the overlay's commit to `destination`; return the files in
+    """Write the commits that follow the overlay's commit to `destination`. Return the files in
     order.
 
     The first files are the shared patches of `series`. Raises PatchError, with the name of the
@@ -103,7 +103,7 @@ def format_patches(upstream: Upstream, tree: Path, destination: Path, series: Se
 
 
 def says_the_same(first: Path, other: Path) -> bool:
-    """Return whether two patches are the same except for line numbers and hashes."""
+    """Return whether two patches differ only in line numbers and hashes."""
     return len({_POSITION.sub(rb"@@\1\2", path.read_bytes()) for path in (first, other)}) == 1
 
 
@@ -113,9 +113,9 @@ def is_behind(upstream: Upstream) -> bool:
 
 
 def export(upstream: Upstream) -> list[str]:
-    """Rewrite the patch folder from the tree's commits; return the names of changed files.
+    """Rewrite the patch folder from the tree's commits. Return the names of changed files.
 
-    A commit that equals a shared patch, which another series has, is not written.
+    A commit is not written if it equals a shared patch, because another series has that patch.
     """
     tree, folder, series = demand_tree(upstream), upstream.patches, read_series(upstream)
     if is_behind(upstream):
@@ -152,7 +152,8 @@ def export(upstream: Upstream) -> list[str]:
 
 
 def check(upstream: Upstream) -> None:
-    """Check, in a temporary folder, that the series applies exactly and is exported unchanged."""
+    """Check in a temporary folder that the series applies exactly, and that exporting it changes
+    nothing."""
     check_form(upstream)
     series = read_series(upstream)
     with tempfile.TemporaryDirectory(prefix="patchset-check-") as temporary:
@@ -162,7 +163,7 @@ def check(upstream: Upstream) -> None:
         git(copy.tree, "tag", "overlay", f"HEAD~{len(series.patches)}")
         files = format_patches(copy, copy.tree, Path(temporary, "export"), series)
         for patch, file in zip(series.patches, files, strict=True):
-            # Line numbers of shared patches, and of later patches, depend on the upstream.
+            # In shared patches and in patches after them, line numbers depend on the upstream.
             if not series.include or not says_the_same(patch, file):
                 _compare(upstream, patch, file.read_bytes())
         if files:

@@ -36,7 +36,7 @@ FIXED_DATE = "2000-01-01T00:00:00+0000"
 EXCLUDED = "/build/\n/dist/\n/_skbuild/\n*.orig\n*.rej\n" + "\n".join(JUNK) + "\n"
 """Patterns of build products in a tree. They do not count as uncommitted work."""
 
-# ---- git, which heeds no settings of the user or the system
+# ---- git, which ignores settings of the user and the system
 
 
 def try_git(
@@ -46,7 +46,7 @@ def try_git(
     variables = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     variables |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
     variables |= {"GIT_TERMINAL_PROMPT": "0", "TZ": "UTC", "GIT_CONFIG_COUNT": "1"}
-    # git shall accept a tree that another user owns: in containers, root may have made it.
+    # git accepts a tree that another user owns: in containers, root may have made it.
     variables |= {"GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
     for who in ("AUTHOR", "COMMITTER"):
         variables |= {f"GIT_{who}_NAME": AUTHOR[0], f"GIT_{who}_EMAIL": AUTHOR[1]}
@@ -94,7 +94,7 @@ def cache_root() -> Path:
 
 @contextmanager
 def aside(folder: Path) -> Iterator[Path]:
-    """Context with a temporary folder in `folder`. Complete results are moved from it to
+    """Return a context with a temporary folder in `folder`. Complete results are moved from it to
     `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".patchset-") as temporary:
@@ -102,7 +102,7 @@ def aside(folder: Path) -> Iterator[Path]:
 
 
 def unpack(upstream: Upstream, destination: Path) -> None:
-    """Write upstream's files to `destination`, which must not exist. Fetch missing files."""
+    """Write upstream's files to `destination`, which must not exist. Missing files are fetched."""
     if upstream.commit:
         repository = find_repository(upstream)
         destination.mkdir()
@@ -161,7 +161,8 @@ def _pip_download(upstream: Upstream, destination: Path) -> None:
     pin = f"{upstream.name}=={upstream.version}"
     requirements = destination / "requirements.txt"
     requirements.write_text(f"{pin} --hash=sha256:{upstream.sha256}\n", encoding="utf-8")
-    # Build dependencies may be wheels. Build isolation stays on: BytePS's setup.py needs it.
+    # Build dependencies may be wheels. Build isolation stays on, because BytePS's setup.py needs
+    # it.
     result = subprocess.run(
         [python, "-m", "pip", "download", "--no-deps", "--no-binary", upstream.name,
          "--require-hashes", "--disable-pip-version-check", "--progress-bar", "off",
@@ -174,8 +175,8 @@ def _pip_download(upstream: Upstream, destination: Path) -> None:
 
 
 def find_repository(upstream: Upstream) -> Path:
-    """Return a repository with upstream's commit: the user's, or the one in the cache, fetched if
-    necessary."""
+    """Return a repository that has upstream's commit: the user's, or the cache's. Fetch the commit
+    if necessary."""
 
     def has_commit(folder: Path) -> bool:
         command = ("cat-file", "-e", f"{upstream.commit}^{{tree}}")
@@ -196,7 +197,7 @@ def find_repository(upstream: Upstream) -> Path:
     say(f"{upstream.label}: fetching commit {upstream.commit}")
     with aside(cached.parent) as temporary:
         git(temporary, "init", "-q", "--bare", "--template=", "repository")
-        # git ends after half a minute without data.
+        # git ends if it gets no data for half a minute.
         result = try_git(
             temporary / "repository", "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=30",
             "fetch", "-q", "--depth=1", "--no-tags", upstream.repository, upstream.commit,
@@ -224,11 +225,12 @@ class State:
     fingerprint: str = ""
     """Fingerprint of the inputs from which HEAD was made."""
     head: str = ""
-    """Last commit that was exported: the patch folder has everything up to it."""
+    """Last commit that was exported. The patch folder has everything up to it."""
     synced: dict[str, str | None] = field(default_factory=dict)
-    """Overlay files copied to the tree but not yet committed: hash by path; None if deleted."""
+    """Overlay files that were copied to the tree but not yet committed: hash by path; None if
+    deleted."""
     shared: str = ""
-    """Hash of the shared patches, of another series, from which HEAD was made."""
+    """Hash of the shared patches, which are another series', from which HEAD was made."""
 
     @staticmethod
     def load(tree: Path) -> State:
@@ -279,7 +281,7 @@ def apply(upstream: Upstream, *, force: bool = False) -> None:
         finally:
             git(tree, "worktree", "remove", "--force", str(new))
     git(tree, "tag", "-f", "overlay", f"{head}~{len(series.patches)}")
-    # The index lacks files that were copied ahead, and the reset would write them again.
+    # The index lacks files that were copied ahead, so the reset would write them again.
     if ahead := [path for path in state.synced if (tree / path).is_file()]:
         git(tree, "add", "-f", "--", *ahead)
     git(tree, "reset", "-q", "--hard", head)
@@ -306,7 +308,7 @@ def make_base(upstream: Upstream, tree: Path) -> None:
             git(new, "config", *setting.split())
         (new / ".git/info").mkdir(exist_ok=True)
         (new / ".git/info/exclude").write_text(EXCLUDED, encoding="utf-8")
-        # git shall keep all bytes unchanged, regardless of upstream's .gitattributes.
+        # git keeps all bytes unchanged, whatever upstream's .gitattributes says.
         (new / ".git/info/attributes").write_text("* -text -ident -filter\n", encoding="utf-8")
         git(new, "add", "-A", "-f")
         commit(new, f"{upstream.label}\n\n{kind}:\n{upstream.pin}")
@@ -378,7 +380,7 @@ def changed_paths(tree: Path) -> list[str]:
 
 
 def uncommitted(upstream: Upstream) -> list[str]:
-    """Return paths that differ from HEAD and that are not copies of the overlay folder's files."""
+    """Return paths that differ from HEAD and are not copies of the overlay folder's files."""
     overlay = upstream.overlay_files()
     known = State.load(upstream.tree).synced
     work = []
@@ -397,7 +399,7 @@ def demand_tree(upstream: Upstream) -> Path:
 
 
 def sync_overlay(upstream: Upstream) -> list[str]:
-    """Copy changed overlay files to the tree without a commit; return the changed paths."""
+    """Copy changed overlay files to the tree without a commit. Return the changed paths."""
     tree, files = demand_tree(upstream), upstream.overlay_files()
     state, taken = State.load(tree), files_of(tree, "upstream")
     changed = []
@@ -420,8 +422,8 @@ def sync_overlay(upstream: Upstream) -> list[str]:
 
 
 def tree_key(tree: Path) -> str:
-    """Return a hash of all content that a build of `tree` uses: HEAD, and the files that differ
-    from it."""
+    """Return a hash of everything that a build of `tree` uses: HEAD, and the files that differ from
+    it."""
     digest = hashlib.sha256(git(tree, "rev-parse", "HEAD^{tree}").encode())
     for path in changed_paths(tree):
         digest.update(f"\0{path}\0{hash_of(tree / path)}".encode(errors="surrogateescape"))

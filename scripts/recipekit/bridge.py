@@ -24,9 +24,9 @@ PACKAGES = {
 }
 LINK_GBPS = 100.0
 _FOUR_A_HOST = ("gb200", "gb300", "vr200", "r100")
-"""Machines with four GPUs; others have eight."""
+"""Names of machines with four GPUs. All others have eight."""
 _PARTS_OF_MEGATRON = ("megatron.energon",)
-"""Separate packages inside the namespace of Megatron."""
+"""Packages of other distributions in the namespace of Megatron."""
 _MOST_TIMES = 16
 _GPUS = re.compile(r"_(\d+)gpu_")
 
@@ -41,7 +41,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Module(types.ModuleType):
-    """A module with any attribute: classes for capitalized names, mocks for others."""
+    """Module that has any attribute: a class for a capitalized name, a mock for another one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,7 +54,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages that are not installed, except Megatron's."""
+    """Finds packages that are not installed, and makes stand-ins. Megatron's own are left out."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -76,8 +76,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def _what_is_not_installed() -> Iterator[None]:
-    """Context in which missing packages are found as empty modules: recipes import everything that
-    training would."""
+    """Return a context in which missing packages are found as empty modules, because recipes import
+    everything that training would."""
     finder, before = _Finder(), set(sys.modules)
     sys.meta_path.append(finder)
     try:
@@ -99,8 +99,8 @@ def _imported(package: str) -> types.ModuleType:
 
 
 class _Provider:
-    """Replaces a model whose sizes are on the hub: a GPT, with experts if a recipe splits them. A
-    recipe sets the values it needs; the rest has the defaults of Megatron's config."""
+    """Stand-in for a model whose sizes are on the hub: a GPT, with experts if a recipe splits them.
+    A recipe sets the values that it needs; the rest has the defaults of Megatron's config."""
 
     def __init__(self) -> None:
         from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -120,7 +120,7 @@ class _Provider:
 
 
 class _AutoBridge:
-    """Replaces the class that reads a model's config from the hub."""
+    """Stand-in for the class that reads a model's config from the hub."""
 
     @classmethod
     def from_hf_pretrained(cls, *args: Any, **kwargs: Any) -> _AutoBridge:
@@ -146,14 +146,14 @@ def _recipes(package: str) -> Mapping[str, Callable[[], Any]]:
 
 
 def examine(name: str) -> Outcome:
-    """Return how the flags apply to a recipe, on the number of GPUs in its name, or on a multiple
-    that its experts need."""
+    """Return how the flags apply to a recipe. The number of GPUs is that in the recipe's name, or a
+    multiple that its experts need."""
     package, _, recipe = name.partition(":")
     times = 1
     while True:
         try:
             return _examined(package, recipe, times)
-        except Exception as error:  # Any dependency of a recipe may be missing here.
+        except Exception as error:  # any dependency of a recipe may be missing here
             if "cannot be split by" not in str(error) or times >= _MOST_TIMES:
                 text = f"{type(error).__name__}: {error}"
                 return Outcome(name=recipe, hosts=1, not_read=" ".join(text.split())[:200])
@@ -200,7 +200,8 @@ def _examined(package: str, recipe: str, times: int) -> Outcome:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Context without logging: Megatron-Bridge logs all derived values of each recipe."""
+    """Return a context without logging, because Megatron-Bridge logs all derived values of each
+    recipe."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Features of a recipe that affect its gradients' path, results per recipe, and their tables.
+"""Features of a recipe that affect the path of its gradients, results per recipe, and their tables.
 
 The tables are those of docs/results/recipes.md.
 """
@@ -20,7 +20,7 @@ class Outcome:
 
     name: str
     hosts: int
-    """Number of hosts of the recipe, with its own number of GPUs each."""
+    """Number of hosts of the recipe. Each has the recipe's number of GPUs."""
     refused: str = ""
     """Reason why ``--use-dpu-reduce`` is refused; empty if it is accepted."""
     optimizer_refused: str = ""
@@ -30,9 +30,9 @@ class Outcome:
     most_hosts: int = 1
     """Largest number of hosts that a group of its dense gradients spans."""
     left: str = ""
-    """Message that a wrapper shards gradients itself; empty if none does."""
+    """Message that a wrapper shards gradients by itself; empty if none does."""
     features: tuple[str, ...] = ()
-    """Names of its FEATURES."""
+    """Names of the recipe's FEATURES."""
     not_read: str = ""
     """Error of Megatron or Megatron-Bridge if it rejects the recipe here."""
 
@@ -42,14 +42,15 @@ _RESULTS = ("correctness.md", "recipes.md")
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A setting, and the layouts in which it was compared with all-reduce."""
+    """Setting that affects gradients, and the layouts in which it was compared with all-reduce."""
 
     name: str
     is_used: Callable[[Mapping[str, Any]], bool]
-    """Function of a setup, as returned by :func:`setup_of_arguments`."""
+    """Function of a setup, as `setup_of_arguments` returns it, that says whether the feature is
+    used."""
     rows: tuple[str, ...] = ()
-    """Layouts in the tables of correctness, those of Transformer Engine first. Empty: it cannot run
-    here."""
+    """Layouts in the tables of correctness, those of Transformer Engine first. Empty: the feature
+    cannot run here."""
 
 
 def _is(name: str, value: object = True) -> Callable[[Mapping[str, Any]], bool]:
@@ -117,7 +118,7 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def rows_of_results(docs: Path) -> set[str]:
-    """Return the first cells of all result tables: the layouts that were run."""
+    """Return the first cells of all result tables, which name the layouts that were run."""
     rows: set[str] = set()
     for name in _RESULTS:
         page = docs / "results" / name
@@ -210,10 +211,10 @@ MARKS = ("counts", "features", "refused")
 def write(
     page: Path, outcomes: Mapping[str, Sequence[Outcome]], sources: Mapping[str, str]
 ) -> None:
-    """Write the tables of these kinds of recipes into the page; other text is unchanged.
+    """Write the tables of these kinds of recipes into the page. Other text is unchanged.
 
     Args:
-        page: with a mark for each table.
+        page: page that has a mark for each table.
         outcomes: outcomes of each kind, in the order of the tables.
         sources: origin of the recipes of each kind.
 
@@ -311,11 +312,11 @@ def _refused(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def _short(reason: str) -> str:
-    """Shorten a reason: remove the common parts, and characters that break a table."""
+    """Shorten a reason: remove common parts, and characters that break a table."""
     text = re.sub(r"^--[\w-]+ does not work with ", "", reason)
     text = re.sub(r" Drop one of the two\.$", "", text)
     text = re.sub(r"'?https?://\S+", "the hub", " ".join(text.split()))
-    text = re.sub(r"/(?:[\w.@+-]+/)+", "", text)  # Paths of this machine.
+    text = re.sub(r"/(?:[\w.@+-]+/)+", "", text)  # removes paths of this machine
     return textwrap.shorten(text.replace("|", "/"), 90, placeholder=" …")
 
 

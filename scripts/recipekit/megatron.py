@@ -1,8 +1,8 @@
 """Functional tests and examples of a Megatron-LM checkout, and how the flags apply to them.
 
-A dry run shows the command that a script would start. It uses a restricted bash without programs:
-this may set and expand variables, but cannot write, change folders or start anything. Launchers are
-replaced by functions that print their arguments.
+A dry run shows the command that a script would start. It uses a restricted bash without programs,
+which may set and expand variables, but cannot write, change folders or start anything. Functions
+that print their arguments replace the launchers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import yaml
 from scripts.recipekit.features import Outcome, setup_of_arguments, used
 
 _ADDED = ("--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-4")
-"""Arguments that a starting script adds to the list of another script. The list may also
-have them."""
+"""Arguments that a starting script adds to the list of another script, if the list lacks them."""
 _LAUNCHERS = ("torchrun", "python", "python3", "uv", "srun", "numactl", "nohup")
 _MARK = "\x1erecipe\x1f"
 _LIMIT_S = 20.0
 _GIVEN = "8"
-"""Value for a variable that a user would give: valid as a number and as a path."""
+"""Value for a variable that a user would set. It is valid as a number and as a path."""
 _SAY = f'printf "%s" "{_MARK}"; printf "%s{chr(31)}"'
 _PRELUDE = f"""
 {"".join(f'{name}() {{ {_SAY} {name} "$@"; }}; ' for name in _LAUNCHERS)}
@@ -52,7 +51,7 @@ class Started:
     """A training script with its arguments."""
 
     script: str
-    """Empty if the shell script only lists arguments for another script."""
+    """Path of the script. Empty if the shell script only lists arguments for another script."""
     arguments: tuple[str, ...]
     hosts: int
     gpus: int
@@ -109,7 +108,7 @@ def _read(words: list[str]) -> Started | None:
     """Parse a launcher's arguments; None if they do not start a Python script."""
     flat: list[str] = []
     for word in words:
-        # A whole command line may be a single word, for a shell that a launcher starts.
+        # A whole command line may be one word, for a shell that a launcher starts.
         flat += shlex.split(word) if " " in word and ".py" in word else [word]
     at = next((i for i, word in enumerate(flat) if word.endswith(".py")), None)
     if at is None:
@@ -140,7 +139,7 @@ _SIZES = {
     *("--num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *("--use-checkpoint-args", "--heterogeneous-layers-config-path"),
 }
-"""The arguments of every model have at least one of these."""
+"""Arguments of which every model has at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,7 @@ def functional(checkout: Path) -> Iterator[Source]:
         if not isinstance(arguments, dict) or recipe.get("MODE", "pretraining") != "pretraining":
             continue
         if not all(str(key).startswith("--") for key in arguments):
-            continue  # A test of NeMo, whose arguments are paths into its configs.
+            continue  # a test of NeMo, whose arguments are paths into its configs
         hosts, gpus, platform, script = machines.get(path.parent.name, (1, 8, "", ""))
         if "inference" in script:
             continue
@@ -187,7 +186,7 @@ def _given(variable: re.Match[str]) -> str:
 
 
 def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Build a command line like the checkout's own script."""
+    """Build a command line in the same way as the checkout's own script."""
     for flag, value in arguments.items():
         yield flag
         if value is True or value is None or value == "":
@@ -228,7 +227,7 @@ def examples(checkout: Path) -> Iterator[Source]:
             if re.search(r"preprocess|generate|server|convert|main\.py|combine", start.script):
                 continue
             if not _SIZES & {word.partition("=")[0] for word in start.arguments}:
-                continue  # The list does not describe a complete model.
+                continue  # the list does not describe a complete model
             yield Source(
                 name=name,
                 words=start.arguments,

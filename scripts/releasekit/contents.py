@@ -1,4 +1,4 @@
-"""Contents of a release, and conditions for a release of this checkout."""
+"""Contents of a release, and the conditions that a checkout must meet for one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class ReleaseError(Exception):
-    """An error that a user can cause or fix; the message is printed without a traceback."""
+    """Error that a user can cause or fix. The message is printed without a traceback."""
 
 
 def ship_tools() -> Path:
-    """Returns the folder with the programs that locks/ship.lock lists. Installs them first if they
-    are not current.
+    """Return the folder with the programs that locks/ship.lock lists. If they are not current,
+    install them first.
 
     Raises:
-        ReleaseError: they could not be installed.
+        ReleaseError: the programs could not be installed.
     """
     install = f'source "{ROOT}/scripts/lib/system.sh"; install_ship_tools "{ROOT}"'
     if subprocess.run(["bash", "-euo", "pipefail", "-c", install], check=False).returncode != 0:
@@ -35,7 +35,7 @@ def ship_tools() -> Path:
 
 
 def pins() -> dict[tuple[str, str], tuple[list[str], list[str]]]:
-    """Returns, by name and version of each package in locks/, its groups and its files' sha256."""
+    """Return, by name and version of each package in locks/, its groups and its files' sha256."""
     hashes_of: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
     groups = locks.configuration()["dependency-groups"]
     for group in groups:
@@ -54,10 +54,11 @@ SUMS = "SHA256SUMS"
 @dataclass(frozen=True, kw_only=True)
 class Release:
     version: str
-    """Version of the distribution: "1.0.0"."""
+    """Version of the distribution, such as "1.0.0"."""
     commit: str
     epoch: int
-    """Time of the commit, or SOURCE_DATE_EPOCH, in seconds since 1970. The date of every file."""
+    """Time of the commit, or SOURCE_DATE_EPOCH, in seconds since 1970. Every file gets this
+    date."""
 
     @property
     def name(self) -> str:
@@ -73,13 +74,13 @@ def _git(root: Path, *arguments: str) -> bytes:
 
 
 def version_of(root: Path) -> str:
-    """Returns the version that this checkout's pyproject.toml states."""
+    """Return the version in this checkout's pyproject.toml."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     return str(project["version"])
 
 
 def check_changelog(root: Path, version: str, draft: bool) -> None:
-    """Raises ReleaseError unless CHANGELOG.md begins with this version and, except for a draft, a
+    """Raise ReleaseError unless CHANGELOG.md begins with this version and, except for a draft, a
     date."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\S+)(?: \((.*)\))?$", text, re.MULTILINE)
@@ -96,10 +97,10 @@ def check_changelog(root: Path, version: str, draft: bool) -> None:
 
 
 def check(root: Path, *, draft: bool = False) -> Release:
-    """Returns the release that this checkout makes.
+    """Return the release that this checkout makes.
 
     Args:
-        draft: the changelog may call the version unreleased.
+        draft: whether the changelog may call the version unreleased.
 
     Raises:
         ReleaseError: files are not committed, or versions and changelog disagree.
@@ -121,9 +122,10 @@ def check(root: Path, *, draft: bool = False) -> Release:
 
 
 def archive(root: Path, release: Release, folder: Path) -> Path:
-    """Writes an archive of the checkout's committed files: the same bytes for the same commit.
+    """Write an archive of the checkout's committed files. The same commit gives the same bytes.
 
-    pip takes the source distribution beside it, which has the patched BytePS.
+    pip does not use this archive. It takes the source distribution beside it, which has the patched
+    BytePS.
     """
     packed = _git(root, "archive", "--format=tar", f"--prefix={release.name}/", release.commit)
     path = folder / f"{release.name}-checkout.tar.gz"
@@ -132,7 +134,7 @@ def archive(root: Path, release: Release, folder: Path) -> Path:
 
 
 def write_sums(folder: Path) -> Path:
-    """Writes SHA256SUMS of all files in the folder, for `sha256sum --check`."""
+    """Write SHA256SUMS of all files in the folder, for `sha256sum --check`."""
     files = sorted(path for path in folder.iterdir() if path.name != SUMS)
     lines = [f"{sha256_file(path)}  {path.name}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")

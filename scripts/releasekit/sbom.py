@@ -1,7 +1,7 @@
 """Writes a release's bill of materials (CycloneDX 1.6, JSON), checked against its schema.
 
 It lists each file of the release with its hash, the upstream sources with the patches, libsodium,
-and all packages of locks/. A scanner lists the distribution's packages of an image. Runs in
+and all packages of locks/. For an image, a scanner lists the distribution's packages. Runs in
 build/venv-ship.
 """
 
@@ -44,14 +44,14 @@ def _sha256(*values: str) -> list[HashType]:
 
 
 def _library(name: str, version: str, purl_type: str, **more: object) -> Component:
-    """Makes a component whose reference is its package URL."""
+    """Make a component whose reference is its package URL."""
     purl = PackageURL(purl_type, name=name, version=version)
     return Component(name=name, version=version, purl=purl, bom_ref=purl.to_string(), **more)
 
 
 @dataclass
 class Materials:
-    """All components, and what each of them holds or needs."""
+    """All components. For each, the components that it holds or needs."""
 
     release: Release
     main: Component
@@ -59,7 +59,7 @@ class Materials:
     needs: list[tuple[Component, list[Component]]] = field(default_factory=list)
 
     def add(self, component: Component, needs: Iterable[Component] = ()) -> Component:
-        """Adds a component, unless one of the same reference is there. Returns the component that
+        """Add a component, unless there is one with the same reference. Return the component that
         is there."""
         known = self.components.setdefault(str(component.bom_ref), component)
         self.needs.append((known, list(needs)))
@@ -77,7 +77,7 @@ class Materials:
         return bom
 
     def _top(self) -> list[Component]:
-        """Returns the components that no other component contains: the files."""
+        """Return the components that no other component contains, which are the files."""
         held = {str(component.bom_ref) for _, needed in self.needs for component in needed}
         return [
             component for reference, component in self.components.items() if reference not in held
@@ -85,7 +85,7 @@ class Materials:
 
 
 def _upstream(materials: Materials, upstream: Upstream) -> Component:
-    """Adds the patched tree: upstream's source distribution, with the patches and the overlay."""
+    """Add the patched tree: upstream's source distribution, with the patches and the overlay."""
     original = _library(upstream.name, upstream.version, "pypi", hashes=_sha256(upstream.sha256))
     patches = [
         Patch(
@@ -106,7 +106,7 @@ def _upstream(materials: Materials, upstream: Upstream) -> Component:
 
 
 def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
-    """Adds the packages of locks/, and returns them by group and name."""
+    """Add the packages of locks/. Return them by group and name."""
     by_group: dict[str, dict[str, Component]] = {}
     for (name, version), (groups, hashes) in pins().items():
         component = materials.add(
@@ -121,7 +121,7 @@ def _pinned(materials: Materials) -> dict[str, dict[str, Component]]:
 
 
 def _sodium(materials: Materials, folder: Path) -> Component:
-    """Adds libsodium as scripts/lib/system.sh fetched it: with the distribution's patches."""
+    """Add libsodium as scripts/lib/system.sh fetched it, with the distribution's patches."""
     name, version, distribution = (folder / "versions").read_text(encoding="utf-8").split()
     about = {"arch": "source", "distro": distribution}
     purl = PackageURL("deb", distribution.partition("-")[0], name, version, about)
@@ -138,10 +138,10 @@ def _sodium(materials: Materials, folder: Path) -> Component:
 
 
 def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
-    """Returns the materials of the files in a release's folder.
+    """Return the materials of the files in a release's folder.
 
     Raises:
-        ReleaseError: the contents of a file there are not known.
+        ReleaseError: the contents of a file in the folder are not known.
     """
     main = Component(
         type=ComponentType.APPLICATION, name="megatron-byteps", version=release.version,
@@ -149,7 +149,7 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         properties=[Property(name="megatron-byteps:commit", value=release.commit)],
     )  # fmt: skip
     materials = Materials(release, main)
-    # A series for a commit serves users' own checkouts: nothing that is released is made of it.
+    # A series for a commit is for users' own checkouts. Nothing that is released is made of it.
     trees = {
         upstream.name: _upstream(materials, upstream)
         for upstream in load_lock(ROOT)
@@ -195,7 +195,7 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
 
 
 def write(materials: Materials, path: Path) -> None:
-    """Writes the bill of materials. Raises ReleaseError if it breaks its schema."""
+    """Write the bill of materials. Raises ReleaseError if it breaks its schema."""
     text = JsonV1Dot6(materials.bom()).output_as_string(indent=1)
     fault = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     if fault is not None:

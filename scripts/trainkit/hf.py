@@ -1,4 +1,4 @@
-"""Training of a Hugging Face model on text, with a loss and a sample before and after."""
+"""Trains a Hugging Face model on text, with a loss and a sample before and after."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from scripts.progress import Progress
 from .job import JobError
 
 SMOLLM2 = "smollm2"
-"""Name for SmolLM2-135M-Instruct, which build/venv-hf has as a package."""
+"""Name of SmolLM2-135M-Instruct, which build/venv-hf has as a package."""
 MAX_BYTES = 1_000_000
 HELD_OUT_BYTES = 6_000
 PROMPT_BYTES = 120
 STEPS = 20
 MODEL_FOLDER = "model"
-"""Subfolder of a run with the written files."""
+"""Subfolder of a run for the written model."""
 
-# 512 tokens per step with two workers: seconds on two cores for a model of 135 M parameters.
+# 512 tokens per step with two workers take seconds on two cores, for a model of 135 M parameters.
 ARGUMENTS = """
     --seq-length 128 --micro-batch-size 2
     --optimizer adam --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.0
@@ -49,7 +49,7 @@ class HuggingFace:
     model: Path
     dataset: Dataset
     held_out: Path
-    """File with text that is not trained on."""
+    """File with text on which the model is not trained."""
     prompt: str
     """Beginning of the held-out text."""
     lora: bool
@@ -76,14 +76,15 @@ class HuggingFace:
 def prepare(
     name: str, texts: Sequence[Path], cache: Path, max_bytes: int | None, *, lora: bool
 ) -> HuggingFace:
-    """Return the model's folder, the tokens of the text, and the held-out text, made if necessary.
+    """Return the model's folder, the tokens of the text, and the held-out text. They are made if
+    necessary.
 
     Args:
         name: a folder, or ``smollm2``.
         texts: files and folders; without any, the sources of Python's standard library.
-        cache: a folder for these files.
+        cache: folder in which these files are kept.
         max_bytes: limit for the text; None: 1 MB.
-        lora: only adapters are trained.
+        lora: whether only adapters are trained.
 
     Raises:
         DataError: there is no text, or no tokenizer.

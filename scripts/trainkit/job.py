@@ -1,4 +1,4 @@
-"""A training run, with torchrun on this machine or under Ray, and its results.
+"""A training run and its results. torchrun runs it on this machine, or Ray does.
 
 Progress is read from the record that rank 0 writes.
 """
@@ -29,14 +29,15 @@ ENTRY = "pretrain_dpu_gpt.py"
 SCHEMA = 1
 """Schema version of the JSON of losses."""
 SAVE_EVERY = 50
-"""Steps between checkpoints if a rank is to be lost; fewer if that is soon."""
+"""Steps between checkpoints if the user wants to lose a rank. If it is lost earlier, there are
+fewer."""
 LOG_LINES = 40
 _GRACE_S = 10.0
 _POLL_S = 0.2
 
 
 class JobError(Exception):
-    """A training run failed; the text has the end of its logs."""
+    """Error of a failed training run. The text has the end of its logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,10 @@ class Step:
     """Average over all tokens of the step on all workers, not rounded."""
     tokens: int
     seconds: float
-    """Seconds since the begin of training."""
+    """Seconds since training began."""
     push_pull_mb_per_s: float
     pushed_bytes: int = 0
-    """Bytes pushed by rank 0 since its start."""
+    """Bytes that rank 0 has pushed since its start."""
 
 
 @dataclass(kw_only=True)
@@ -62,11 +63,11 @@ class Record:
     checksum: str = ""
     """SHA-256 over the final parameters; empty until the run has ended."""
     gpu_bytes: int = 0
-    """Peak GPU memory allocated by torch on the rank; 0 without a GPU."""
+    """Peak GPU memory that torch has allocated on the rank; 0 without a GPU."""
 
     def tokens_per_s(self, warm_up: int = 5) -> float:
-        """Return the throughput from the step ``warm_up`` on; in a short run, from the first step
-        on."""
+        """Return the throughput from step ``warm_up`` on. In a short run, measure from the first
+        step on."""
         if len(self.steps) < 2:
             return 0.0
         start = min(warm_up, len(self.steps) - 2)
@@ -75,7 +76,7 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record that may be incomplete; an incomplete last line is left out."""
+    """Read a record that may be incomplete. An incomplete last line is left out."""
     record = Record()
     if not path.exists():
         return record
@@ -107,15 +108,15 @@ class Job:
     tree: Path
     """Folder of the patched Megatron-LM."""
     folder: Path
-    """Folder of the record and logs of this run; emptied first."""
+    """Folder of the record and logs of this run. It is emptied first."""
     workers: int
     arguments: Sequence[str]
     """Arguments of the entry script."""
     environment: Mapping[str, str]
-    """Variables added to this process's environment."""
+    """Variables that are added to this process's environment."""
 
     def run(self, progress: Callable[[Record], None]) -> Record:
-        """Train; ``progress`` is called with the record as it grows.
+        """Train. ``progress`` is called with the record as it grows.
 
         Raises:
             JobError: a worker failed, or the run ended without its record.
@@ -148,10 +149,11 @@ class Job:
         try:
             yield process
         finally:
-            end_all([process], _GRACE_S)  # torchrun ends its workers.
+            end_all([process], _GRACE_S)  # ends torchrun, which ends its workers
 
     def _last_lines(self) -> str:
-        """Return the end of each worker's stderr, or of torchrun's log if there is none."""
+        """Return the end of each worker's stderr. If there is none, return that of torchrun's
+        log."""
         logs = sorted(self.folder.rglob("stderr.log")) or [self.folder / "torchrun.log"]
         return "\n".join(f"---- last lines of {log}\n{last_lines(log, LOG_LINES)}" for log in logs)
 
@@ -251,7 +253,7 @@ def draw(
     title: str = "GPT on text, byte by byte: data-parallel gradients summed by BytePS",
     unit: str = "byte",
 ) -> None:
-    """Draw the loss curves as a PNG; losses are per unit."""
+    """Draw the loss curves as a PNG. Losses are per ``unit``."""
     # The import is here, because matplotlib takes a second, and a failed run does not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -277,8 +279,8 @@ def draw(
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
-    """Counterpart of Job under Ray, on this machine or a cluster; needs build/venv-ray or venv-hf.
-    Common fields have the same meaning."""
+    """Counterpart of Job that trains under Ray, on this machine or a cluster. It needs
+    build/venv-ray or venv-hf. Fields of the same name have the same meaning."""
 
     tree: Path
     folder: Path
@@ -295,7 +297,7 @@ class RayJob:
     """Whether each worker has a GPU."""
 
     def run(self, progress: Callable[[Record], None]) -> Record:
-        """Train; ``progress`` is called with the record as it grows.
+        """Train. ``progress`` is called with the record as it grows.
 
         Raises:
             JobError: the job could not go on, or ended without its record.
@@ -348,7 +350,7 @@ class RayJob:
         return record
 
     def _saving(self) -> list[str]:
-        """Return the arguments for checkpoints of a run that is to lose a rank."""
+        """Return the checkpoint arguments of a run that will lose a rank."""
         if self.lose_at is None:
             return []
         saved = str((self.folder / "checkpoints").absolute())
@@ -365,7 +367,7 @@ class RayJob:
 
 
 def _add(record: Record, event: Mapping[str, Any], begin: float) -> None:
-    """Add a step; a step repeated after a failure replaces itself and all later steps."""
+    """Add a step. A step that is repeated after a failure replaces itself and all later steps."""
     while record.steps and record.steps[-1].iteration >= event["step"]:
         record.steps.pop()
     record.steps.append(

@@ -1,5 +1,5 @@
-"""A tiny reward model for the sums of `rl_task`: it reads a prompt with its answer, and gives about
-1 for the right sum and about 0 for any other answer."""
+"""Tiny reward model for the sums of `rl_task`: it reads a prompt with its answer, and gives about 1
+for the right sum and about 0 for any other answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import rl_task
 
 _STEPS = 400
 _WRONG = 100
-"""Number of wrong answers in each step, in addition to one right answer to each sum."""
+"""Number of wrong answers in each training step, in addition to one right answer to each sum."""
 
 
 def make_reward_model(folder: Path, base: Path, seed: int = 1) -> Path:
@@ -33,14 +33,14 @@ def make_reward_model(folder: Path, base: Path, seed: int = 1) -> Path:
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # More threads gain nothing at this size.
+    torch.set_num_threads(1)  # more threads gain nothing at this size
     try:
         model = _taught(base, tokenizer, seed)
     finally:
         torch.set_num_threads(threads)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # Written last: it marks the folder as complete.
+    # This file is written last, because it marks the folder as complete.
     note.write_text(json.dumps(wanted), encoding="utf-8")
     return folder
 
@@ -56,7 +56,7 @@ def _taught(base: Path, tokenizer: Any, seed: int) -> Any:
     model.model.load_state_dict(knows.model.state_dict())
     right = [f"{rl_task.prompt(a, b)}{a + b}" for a, b in rl_task.PAIRS]
     scores = torch.tensor([1.0] * len(right) + [0.0] * _WRONG)
-    weights = 1.0 + scores  # Right answers are fewer.
+    weights = 1.0 + scores  # right answers are fewer, so they weigh more
     numbers = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(_STEPS):
@@ -70,7 +70,7 @@ def _taught(base: Path, tokenizer: Any, seed: int) -> Any:
 
 
 def _wrong(right: set[str], numbers: random.Random) -> list[str]:
-    """Draw prompts with wrong answers: mostly numbers, and a few answers of any length."""
+    """Draw prompts with wrong answers. Most are numbers; a few are answers of any length."""
     texts: list[str] = []
     while len(texts) < _WRONG:
         answer = str(numbers.randrange(20))

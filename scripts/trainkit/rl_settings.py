@@ -14,21 +14,21 @@ ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Algorithms, with verl's advantage estimators."""
 DEVICES = ("cpu", "cuda")
 MODES = ("sync", "colocate_async")
-"""Modes of verl: whether generation waits for the weights of the last update."""
+"""Modes of verl, which differ in whether generation waits for the weights of the last update."""
 EXTENSION = "megatron_byteps_rl.vllm_worker.Extension"
 BYTEPS: Mapping[str, object] = {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"}
-"""Entries of ``override_ddp_config``. All ranks share this machine, so without ``flat`` nothing
-would go to servers."""
+"""Entries of ``override_ddp_config``. All ranks share this machine, so nothing would go to servers
+without ``flat``."""
 _COMMON = {
     "VERL_USE_EXTERNAL_MODULES": "megatron_byteps_rl.plugin",
     "VERL_USE_EXTERNAL_PLUGINS": "none",
-    # Megatron's small fused functions would be compiled in the first step, on every rank.
+    # Without this, every rank would compile Megatron's small fused functions in the first step.
     "TORCHDYNAMO_DISABLE": "1",
-    "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch.
-    "RAY_worker_niceness": "0",  # The default is 15.
-    "RAY_worker_register_timeout_seconds": "600",  # The default, 60, is too short for imports here.
+    "TQDM_DISABLE": "1",  # Megatron's engine would show a bar for each batch
+    "RAY_worker_niceness": "0",  # Ray's default is 15
+    "RAY_worker_register_timeout_seconds": "600",  # Ray's default, 60, is too short here
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",  # Actor and critic log the same about their buckets.
+    "RAY_DEDUP_LOGS": "0",  # actor and critic log the same lines about their buckets
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
@@ -40,23 +40,24 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",  # The default, 600, is too short on busy cores.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # Otherwise each engine has one more process.
+        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",  # vLLM's default, 600, is too short on busy cores
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with 1, each engine would have one more process
     },
     "cuda": {
         **_COMMON,
         "VERL_PLATFORM": "nvidia",
-        "VERL_ENGINE_VENDOR": "local",  # See engines.register.
+        "VERL_ENGINE_VENDOR": "local",  # see engines.register
         "MEGATRON_CPU": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron needs it with tensor parallelism.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron needs this with tensor parallelism
     },
 }
-"""Variables of every process of a run, by device; set before verl and Megatron are imported."""
+"""Variables of every process of a run, by device. They are set before verl and Megatron are
+imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The sums that a model has to learn, and settings for its training."""
+    """Sums that a model has to learn, and settings for its training."""
 
     score: Callable[..., float]
     """The reward function; verl imports its file."""
@@ -65,13 +66,13 @@ class Task:
     prompt_tokens: int
     response_tokens: int
     rate: float
-    """The actor's learning rate; the critic's is three times that."""
+    """Learning rate of the actor. The critic's is three times as high."""
     adapter_rate: float
-    """The actor's learning rate if adapters are trained."""
+    """Learning rate of the actor if adapters are trained."""
     at_once: int
     """Largest number of responses in a rank's batch."""
     bucket_mib: int
-    """Buffer in which weights travel to vLLM; the model's largest weight must fit."""
+    """Size of the buffer in which weights travel to vLLM. The model's largest weight must fit."""
 
 
 SUMS = Task(
@@ -94,7 +95,7 @@ CHAT = Task(
     response_tokens=rl_task.CHAT_RESPONSE_TOKENS,
     rate=2e-5,
     adapter_rate=1e-3,
-    at_once=8,  # Each response has scores per token and word of a large vocabulary.
+    at_once=8,  # each response has scores per token, for each word of a large vocabulary
     bucket_mib=512,
 )
 """Task for a chat model."""
@@ -123,7 +124,7 @@ class Settings:
     lora: int = 0
     """Rank of the trained adapters; 0: the whole model is trained."""
     merge: bool = False
-    """Whether vLLM gets adapters merged into its weights."""
+    """Whether vLLM gets the adapters merged into its weights."""
     server_optimizer: bool = False
     """Whether the BytePS servers keep the optimizer."""
     steps: int = 20
@@ -139,8 +140,8 @@ class Settings:
     model: Path
     """Folder of a Hugging Face model."""
     reward_model: Path | None = None
-    """Folder of a model with one output, which scores responses on a vLLM of its own; None: a
-    function scores them."""
+    """Folder of a model with one output, which scores responses. It runs on a vLLM of its own.
+    None: a function scores responses."""
     questions: Path
     """Parquet file of prompts."""
     folder: Path
@@ -195,15 +196,16 @@ class Settings:
                 values |= {f"{ddp}.{name}": value for name, value in BYTEPS.items()}
                 if self.server_optimizer:
                     values[f"{ddp}.dpu_optimizer"] = True
-                    # This is the only format in which the servers' state is saved.
+                    # Only this format can save the servers' state.
                     values[f"{role}.megatron.dist_ckpt_optim_fully_reshardable"] = True
         return [f"{name}={_text(value)}" for name, value in values.items()]
 
     def _at_once(self, updates: int) -> int:
-        """Return the batch size, in responses, of a data-parallel rank in each of `updates` updates
-        of a step."""
+        """Return the batch size, in responses, of a data-parallel rank in each of the `updates` of
+        a step."""
         copies = self.ranks // (self.tensor * self.pipeline * self.context)
-        # With virtual stages the number of micro-batches is a multiple of the number of stages.
+        # With virtual stages, the number of micro-batches must be a multiple of the number of
+        # stages.
         turns = self.pipeline if self.virtual > 1 else 1
         of_rank = self.prompts * self.responses // copies // turns // updates
         return max(n for n in range(1, of_rank + 1) if of_rank % n == 0 and n <= self.task.at_once)
@@ -215,7 +217,7 @@ class Settings:
         return {
             "model_engine": "megatron",
             "algorithm.adv_estimator": ALGORITHMS[self.algorithm],
-            # KL to the reference: part of the loss in GRPO, of the reward in PPO.
+            # KL to the reference is part of the loss in GRPO, and of the reward in PPO.
             "actor_rollout_ref.actor.use_kl_loss": grpo,
             "actor_rollout_ref.actor.kl_loss_coef": 0.005,
             "algorithm.use_kl_in_reward": not grpo,
@@ -249,7 +251,8 @@ class Settings:
         values |= {
             f"{model}.enable": True,
             f"{model}.model_path": self.reward_model,
-            # A GPU of its own, so that answers are scored while others are generated.
+            # The reward model has a GPU of its own, so that answers are scored while others are
+            # generated.
             f"{model}.enable_resource_pool": True,
             f"{model}.nnodes": 1,
             f"{model}.n_gpus_per_node": 1,
@@ -278,7 +281,7 @@ class Settings:
         return values | self._vllm_on_cpu(rollout, self.rollout_tensor)
 
     def _vllm_on_cpu(self, rollout: str, tensor: int) -> dict[str, object]:
-        """Return what a vLLM of ``tensor`` ranks needs on a CPU; nothing on a GPU."""
+        """Return the settings that a vLLM of ``tensor`` ranks needs on a CPU; none on a GPU."""
         if self.device != "cpu":
             return {}
         values: dict[str, object] = {
@@ -312,8 +315,8 @@ class Settings:
             "trainer.resume_mode": "auto" if self.save_every else "disable",
             "trainer.rollout_data_dir": self.folder / "samples",
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-            f"+{ray}.address": "local",  # Not a cluster that happens to run here.
-            # Number of CPUs that verl's processes request; they share cores.
+            f"+{ray}.address": "local",  # not a cluster that happens to run on this machine
+            # Number of CPUs that verl's processes request. In fact they share cores.
             f"{ray}.num_cpus": gpus * 3 + 8,
             f"+{ray}.num_gpus": gpus,
             f"+{ray}.include_dashboard": False,
@@ -322,11 +325,11 @@ class Settings:
         }
 
     def environment(self) -> dict[str, str]:
-        """Return the run's variables, in addition to this process's."""
+        """Return the variables of the run, in addition to this process's."""
         values = {
             **ENVIRONMENTS[self.device],
             "VERL_FILE_LOGGER_PATH": str(self.folder / "steps.jsonl"),
-            "HF_HUB_OFFLINE": "1",  # All files are local.
+            "HF_HUB_OFFLINE": "1",  # all files are local
             "PYTHONWARNINGS": "ignore",
         }
         return {name: value for name, value in values.items() if name not in os.environ}

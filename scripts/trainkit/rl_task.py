@@ -3,7 +3,7 @@
 The model is first trained on all sums of two digits from 3 to 7. Then its output weights are scaled
 down until it gives the right sum only in a fraction of tries, so that reinforcement learning can
 improve it. A Hugging Face model with a chat template gets questions in words. verl imports this
-file by its path, so it imports nothing of the project.
+file by its path, so the file imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 DIGITS = "0123456789"
-PAD, END = "<pad>", "<|im_end|>"  # verl requires this token for a Qwen.
+PAD, END = "<pad>", "<|im_end|>"  # verl requires this token for a Qwen
 VOCABULARY = [PAD, END, "+", "=", *DIGITS]
 PROMPT_TOKENS = 4
 RESPONSE_TOKENS = 3
 OPERANDS = range(3, 8)
 """Operands whose sums have one or two digits."""
 RIGHT = 0.4
-"""Mean probability, over all sums, that the base model gives the right sum."""
+"""Probability that the base model gives the right sum, as a mean over all sums."""
 PAIRS = [(a, b) for a in OPERANDS for b in OPERANDS]
 SOURCE = "sums"
 HIDDEN = 128
@@ -66,7 +66,7 @@ def write_questions(
 def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0) -> Path:
     """Write the files of the base model and its tokenizer, unless they exist.
 
-    The model is a Llama, or a Qwen3 with experts; its training takes seconds.
+    The model is a Llama, or a Qwen3 with experts. Its training takes seconds.
     """
     wanted: dict[str, object] = {"right": RIGHT, "steps": _STEPS, "seed": seed, "end": END}
     wanted |= {"hidden": HIDDEN, "layers": layers, "experts": experts}
@@ -74,7 +74,8 @@ def make_model(folder: Path, seed: int = 1, *, layers: int = 2, experts: int = 0
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
     tokenizer = _tokenizer()
-    # More threads than one gain nothing at this size, and wait for each other on a busy machine.
+    # More than one thread gains nothing at this size, and threads wait for each other on a busy
+    # machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,7 +98,7 @@ def _tokenizer() -> Any:
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=END)
-    # verl asks with chat messages; the template uses only their text.
+    # verl asks with chat messages, so the template returns only their text.
     made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return made
 
@@ -116,7 +117,7 @@ def _taught(tokenizer: Any, seed: int, layers: int, experts: int) -> Any:
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
         num_hidden_layers=layers,
-        num_attention_heads=2,  # 64 values per head: the minimum of vLLM on a CPU.
+        num_attention_heads=2,  # 64 values per head, the minimum of vLLM on a CPU
         num_key_value_heads=2,
         max_position_embeddings=32,
         tie_word_embeddings=False,
@@ -142,7 +143,7 @@ def _taught(tokenizer: Any, seed: int, layers: int, experts: int) -> Any:
 
 
 def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
-    """Scale the output weights so that answers are right with the probability ``RIGHT``."""
+    """Scale the output weights so that answers are right with probability ``RIGHT``."""
     predicted, wanted = logits[:, :-1], labels[:, 1:]
 
     def right(scale: float) -> float:
@@ -158,7 +159,7 @@ def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None
 
 
 CHAT_PROMPT_TOKENS = 64
-"""Includes a chat template of about forty tokens."""
+"""Longest prompt, with a chat template of about forty tokens."""
 CHAT_RESPONSE_TOKENS = 12
 CHAT_PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
@@ -177,8 +178,8 @@ def score_last_number(
 
 
 def find_model(name: str) -> Path:
-    """Return the folder of a model: this folder, or a model of this name on Hugging Face's hub,
-    downloaded if necessary.
+    """Return the folder of a model: `name` if it is a folder, otherwise the model of this name on
+    Hugging Face's hub, downloaded if necessary.
 
     Raises:
         ValueError: there is no such local model, and the hub lacks it or cannot be reached.

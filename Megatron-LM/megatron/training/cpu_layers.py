@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""CPU versions of layers that Megatron only has in Transformer Engine, which needs a GPU: norms
+"""CPU versions of layers that Megatron has only in Transformer Engine, which needs a GPU: norms
 with sequence parallelism, and attention over a sequence split over context-parallel ranks.
 
 Attention is simple and slow: each rank gathers the keys and values of the whole sequence, and
@@ -26,9 +26,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 def allow_sequence_parallel() -> None:
     """Make torch's norms accept sequence parallelism.
 
-    The norms compute the same as without it. With sequence parallelism, each rank has the gradients
-    of its part of the sequence only, so they must be summed over tensor-parallel ranks. The
-    parameters are marked for this.
+    The norms compute the same as without it. Each rank has the gradients of its part of the
+    sequence only, so they must be summed over tensor-parallel ranks. The parameters are marked for
+    this sum.
     """
     make = torch_norm.WrappedTorchNorm.__new__
 
@@ -57,7 +57,7 @@ def positions(rank: int, size: int, length: int) -> torch.Tensor:
 def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather every rank's part ``[length, ...]`` in sequence order: ``[all, ...]``.
 
-    The backward pass sums all ranks' gradients of a part on the part's rank.
+    The backward pass sums all ranks' gradients of a part on the rank that has the part.
     """
     gathered = gather_from_sequence_parallel_region(part, group=group)
     where = [positions(rank, group.size(), part.size(0)) for rank in range(group.size())]
@@ -74,8 +74,8 @@ def later_tokens(length: int, group: dist.ProcessGroup) -> torch.Tensor:
 
 @functools.cache
 def allow_context_parallel() -> None:
-    """Make Megatron's own attention work with context parallelism. Only for causal models without a
-    custom mask."""
+    """Make Megatron's own attention work with context parallelism. This is only for causal models
+    without a custom mask."""
     make, forward = DotProductAttention.__init__, DotProductAttention.forward
 
     def make_whole(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:

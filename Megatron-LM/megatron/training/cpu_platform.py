@@ -8,8 +8,9 @@ streams, memory statistics and the random number generator, and makes small tens
 work on a CPU for arguments that choose CUDA-only code. Model, data, optimizer and loop are
 Megatron's own, over gloo.
 
-``MEGATRON_CPU=1`` enables it. There is no automatic choice: on a node with a broken driver Megatron
-must stop with its message about CUDA, instead of training on its CPU while other nodes wait.
+``MEGATRON_CPU=1`` enables it. Nothing enables it automatically: on a node with a broken driver
+Megatron must stop with its message about CUDA, instead of training on its CPU while other nodes
+wait.
 
 ``megatron.training.arguments.parse_args`` calls this module at two places: :func:`set_defaults`
 before it parses the command line, and :func:`start` afterwards.
@@ -66,14 +67,14 @@ def is_active() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Default:
-    """An argument whose usual default needs a GPU or a library for one."""
+    """Argument whose usual default needs a GPU, or a library for one."""
 
     attribute: str
     value: Any
     flag: str
     """Flag that contradicts the default, for the error message."""
     also: tuple[Any, ...] = ()
-    """Other values that work on the CPU."""
+    """Other values that also work on the CPU."""
 
 
 def _required_defaults() -> tuple[_Default, ...]:
@@ -86,7 +87,7 @@ def _required_defaults() -> tuple[_Default, ...]:
             attribute="attention_backend",
             value=AttnBackend.unfused,
             flag="--attention-backend",
-            also=(AttnBackend.local,),  # The value that --spec local needs.
+            also=(AttnBackend.local,),  # the value that --spec local needs
         ),
         _Default(attribute="use_cpu_initialization", value=True, flag="--use-cpu-initialization"),
         _Default(attribute="no_persist_layer_norm", value=True, flag="--no-persist-layer-norm"),
@@ -139,8 +140,8 @@ def start(args: Namespace) -> None:
 
 
 def _allow_layouts(args: Namespace) -> None:
-    """Make Megatron's local layers, which a CPU needs, accept split sequences, if the arguments ask
-    for these."""
+    """Make Megatron's local layers, which a CPU needs, accept split sequences, if the arguments
+    split them."""
     split, parallel = args.context_parallel_size > 1, args.sequence_parallel
     if not (split or parallel):
         return
@@ -156,7 +157,8 @@ def _allow_layouts(args: Namespace) -> None:
 
 
 class _Stream:
-    """A stream. The CPU works in call order, so there is nothing to order."""
+    """Stand-in for a CUDA stream. The CPU works in the order of calls, so nothing has to be
+    ordered."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -180,7 +182,7 @@ class _Stream:
 
 
 class _Event:
-    """An event; on the CPU it has happened as soon as it is recorded."""
+    """Stand-in for a CUDA event. On the CPU an event has happened when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -201,12 +203,13 @@ _STREAM = _Stream()
 
 
 def _stream_context(stream: object) -> contextlib.nullcontext[None]:
-    return contextlib.nullcontext()  # torch's stream context may be entered more than once too.
+    # torch's stream context may be entered more than once, and so may this one.
+    return contextlib.nullcontext()
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a new function each time: torch.compile has rules by function, and refuses a function
-    that it finds under names with different rules."""
+    """Return a new function that does nothing. Each name needs its own, because torch.compile has
+    rules by function, and refuses a function that it finds under names with different rules."""
     return lambda *args, **kwargs: None
 
 
@@ -233,14 +236,14 @@ def _set_rng_state(state: torch.Tensor, device: object = None, **kwargs: Any) ->
 
 
 def _manual_seed(seed: int) -> None:
-    # torch.manual_seed would seed the GPUs through the functions replaced here.
+    # torch.manual_seed would also seed the GPUs, through the functions that are replaced here.
     torch.default_generator.manual_seed(seed)
 
 
 def _iterate_data(self: DataLoader) -> Any:
-    # A new iterator draws a seed from the CPU's generator, which dropout uses, too. The generator's
-    # state is restored, because a resumed run makes new iterators, and would differ from an
-    # uninterrupted run.
+    # A new iterator draws a seed from the CPU's generator, which dropout uses, too. So the
+    # generator's state is restored. Otherwise a resumed run, which makes new iterators, would
+    # differ from an uninterrupted one.
     state = torch.get_rng_state()
     try:
         return _dataloader_iter(self)
@@ -258,8 +261,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: CUDA devices in its arguments become the CPU, and pinning is dropped, since
-    it needs a GPU's driver."""
+    """Wrap a function. CUDA devices in its arguments become the CPU, and pinning, which needs a
+    GPU's driver, is dropped."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -273,9 +276,9 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_two_widths(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of Megatron's own attention so that it accepts values of another width,
-    as in latent attention. Megatron leaves that to Transformer Engine; the forward pass accepts any
-    width."""
+    """Wrap the constructor of Megatron's own attention so that values may have another width than
+    keys, as in latent attention. The constructor leaves that to Transformer Engine; the forward
+    pass accepts any width."""
 
     @functools.wraps(make)
     def wrapper(
@@ -310,7 +313,7 @@ class _All:
 
 
 def _of_any_size(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all-gather so that tensors may differ in size, as NCCL allows but gloo does not.
+    """Wrap all-gather so that tensors may differ in size, which NCCL allows but gloo does not.
     Megatron's optimizers that update whole layers need this."""
 
     @functools.wraps(all_gather)
@@ -337,7 +340,7 @@ def _of_any_size(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_checkpoints(*args: Any) -> None:
-    """Main loop of the process that writes checkpoints; it expects a GPU number."""
+    """Run the main loop of the process that writes checkpoints. The loop expects a GPU number."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     torch.cuda.device_count = lambda: 1
@@ -383,7 +386,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "device_count", _zero()
     yield cuda, "current_device", lambda: _CPU
     yield cuda, "set_device", _nothing()
-    # Megatron requires CUDA settings by architecture; it requires none for the newest one.
+    # Megatron requires CUDA settings by architecture. The newest one requires none.
     yield cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=10, minor=0)
     yield cuda, "get_device_capability", lambda device=None: (10, 0)
     # Streams and events: the CPU works in order.
@@ -417,7 +420,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
     yield megatron_random, "_set_cuda_rng_state", _set_rng_state
     yield DataLoader, "__iter__", _iterate_data
-    # Asynchronous checkpoints: the process that writes them has these replacements too.
+    # Asynchronous checkpoints. The process that writes them has these replacements, too.
     yield PersistentAsyncCaller, "async_loop", staticmethod(_write_checkpoints)
     start = inspect.getattr_static(PersistentAsyncCaller, "_get_process").__func__
     yield (
@@ -441,7 +444,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    # Megatron warns if code under the GPU's generator uses the CPU's. On a CPU they are the same.
+    # Megatron warns if code that should use the GPU's generator uses the CPU's. On a CPU the two
+    # are the same.
     return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 
@@ -449,20 +453,20 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Install the replacements, once. For programs that do not parse Megatron's arguments."""
+    """Install the replacements, once. Programs that do not parse Megatron's arguments call this."""
     if is_active():
         return
     for owner, name, replacement in list(_stand_ins()):
         _replaced.append((owner, name, inspect.getattr_static(owner, name)))
         setattr(owner, name, replacement)
-    # Megatron's small fused functions are compiled by torch.compile. On the CPU that costs seconds
-    # of C++ compilation in the first step, on every rank, and gains nothing.
+    # torch.compile compiles Megatron's small fused functions. On the CPU that costs seconds of C++
+    # compilation in the first step on every rank, and gains nothing.
     torch.compiler.set_stance("force_eager")
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_worth_logging)
 
 
 def stop() -> None:
-    """Remove the replacements, for tests that run in the same process."""
+    """Remove the replacements. Tests that run in the same process call this."""
     torch.compiler.set_stance("default")
     logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_is_worth_logging)
     while _replaced:

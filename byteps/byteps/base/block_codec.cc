@@ -16,8 +16,8 @@ constexpr size_t kHalf = kBlockValues / 2;
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint16_t kNaN = 0x7fc0;
-// Adding it to a number of few bits leaves that number, rounded to nearest even, in the lowest bits
-// of the sum.
+// Added to a number of a few bits, this constant leaves that number, rounded to nearest even, in
+// the lowest bits of the sum.
 constexpr float kRounder = 0x1.8p23f;
 
 // ----- storage of a block's numbers
@@ -29,7 +29,7 @@ struct Int8 {
   BYTEPS_INLINE static void Put(uint8_t* block, const int32_t* numbers) {
     for (size_t i = 0; i < kBlockValues; ++i) block[i] = static_cast<uint8_t>(numbers[i]);
   }
-  // Calls use(i, value) for each value.
+  // Calls use(i, value) for each number i of the block.
   template <typename Use>
   BYTEPS_INLINE static void Get(const uint8_t* block, float scale, Use use) {
     const auto* numbers = reinterpret_cast<const int8_t*>(block);
@@ -101,9 +101,10 @@ BYTEPS_INLINE inline uint32_t KeyOf(const Chance& chance, uint64_t block) {
   return Mix(low ^ static_cast<uint32_t>(chance.seed >> 32));
 }
 
-// Rounds up or down at random, with mean `x`. Whole numbers are unchanged.
+// Rounds `x` up or down at random, with mean `x`. Whole numbers are unchanged.
 BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_t place) {
-  // A number from 0 to below 1, with so few bits that the sum stays below the next whole number.
+  // `bits`: a random number from 0 to below 1. It has so few bits that x + bits stays below the
+  // next whole number.
   const uint32_t bits = Mix(key + place * kStride) >> 16;
   const float up = (static_cast<float>(static_cast<int32_t>(bits)) + 0.5f) * 0x1p-16f;
   const float sum = std::min(std::max(x, -most), most) + up;
@@ -111,8 +112,9 @@ BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_
   return whole - (static_cast<float>(whole) > sum ? 1 : 0);
 }
 
-// Rounds a block's values. With feedback `values` include the earlier errors, and `lost` gets the
-// new ones. `chance` may be null; `number`: the block's index after chance->block.
+// Encodes a block's values. With error feedback `values` include the losses of earlier rounds, and
+// `lost` gets this round's losses. `chance` may be null; `number`: the block's index after
+// chance->block.
 template <typename Form>
 BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost,
                                    const Chance* chance, uint64_t number) {
@@ -289,7 +291,8 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
   }
 }
 
-// Templates cannot have clones, so these functions instantiate them.
+// These functions instantiate the templates above: a template itself cannot have clones for several
+// CPUs.
 #define BYTEPS_DIFFERENCES(Type)                                                                \
   BYTEPS_MULTIVERSION void Encode##Type(const float* wanted, const void* held, uint64_t count,  \
                                         uint8_t* blocks, void* moved) {                         \

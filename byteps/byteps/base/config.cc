@@ -90,7 +90,7 @@ bool IsAllowed(const Variable& v, const std::string& value) {
   return false;
 }
 
-// Returns the number of letters to insert, delete or replace.
+// Returns the edit distance: the number of letters to insert, delete or replace.
 size_t EditDistance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
@@ -106,13 +106,14 @@ size_t EditDistance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
-// Returns a name without its prefix, which most names share.
+// Returns a name without its prefix. Most names share the prefix, so it says nothing about
+// likeness.
 std::string StemOf(const std::string& name) { return name.substr(name.find('_') + 1); }
 
 // Returns the variable that `name` is probably a misspelling of, or null.
 const Variable* NearestTo(const std::string& name) {
   const std::string stem = StemOf(name);
-  // A typo is one or two letters, in a long name up to a quarter; names that differ more are
+  // A typo changes one or two letters, in a long name up to a quarter. Names that differ more are
   // unrelated.
   const size_t limit = std::max<size_t>(stem.size() <= 4 ? 1 : 2, stem.size() / 4);
   const Variable* nearest = nullptr;
@@ -128,8 +129,8 @@ const Variable* NearestTo(const std::string& name) {
   return nearest;
 }
 
-// Refuses upstream's asynchronous mode, which would corrupt training: workers push differences of
-// parameters, but these servers return the sum of a round, not the accumulated parameters.
+// Refuses upstream's asynchronous mode. In that mode workers push differences of parameters, and
+// these servers would return the sum of one round's differences, not the accumulated parameters.
 void RefuseAsync() {
   const char* text = getenv("BYTEPS_ENABLE_ASYNC");
   if (text == nullptr || *text == '\0' || strcmp(text, "0") == 0) return;
@@ -306,8 +307,8 @@ std::pair<int, int> ReplicaOf(const Config& config) {
   return {number, count};
 }
 
-// WORLD_SIZE counts the replica's workers; DMLC_NUM_WORKER, equal on all nodes, all replicas'
-// workers.
+// WORLD_SIZE counts the workers of one replica. DMLC_NUM_WORKER counts the workers of all replicas;
+// it is equal on all nodes.
 int WorkersOfReplica(const Config& config, int replicas) {
   if (replicas == 1 || !config.IsSet("DMLC_NUM_WORKER")) {
     return Choose(config, "WORLD_SIZE", "DMLC_NUM_WORKER", 1);

@@ -89,9 +89,9 @@ std::string HostName() {
   return name;
 }
 
-// Limit of bytes that wait for the reader of the error output.
+// Limit of log bytes in this process that wait for the reader of standard error.
 constexpr size_t kWaitingBytes = 1 << 20;
-// Time that the process's end waits for that reader, in seconds.
+// Time in seconds that the end of the process waits for the reader of standard error.
 constexpr double kLastWordsSeconds = 0.5;
 
 std::string NoticeOf(uint64_t dropped);
@@ -168,14 +168,14 @@ size_t CharacterAt(const std::string& text, size_t at) {
   for (size_t i = 1; i < size; ++i) {
     if ((byte(at + i) & 0xc0) != 0x80) return 0;
   }
-  // These are overlong forms, surrogates, and code points above the last one.
+  // Refuses overlong forms, surrogates, and code points above the last one.
   const unsigned char second = byte(at + 1);
   const bool wrong = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
                      (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
   return wrong ? 0 : size;
 }
 
-// Replaces each byte that is not UTF-8, which other processes may have sent, by U+FFFD.
+// Replaces each byte that is not valid UTF-8 by U+FFFD. Such bytes may come from other processes.
 std::string AsUtf8(const std::string& text) {
   std::string out;
   for (size_t at = 0; at < text.size();) {
@@ -186,7 +186,7 @@ std::string AsUtf8(const std::string& text) {
   return out;
 }
 
-// Returns `text` in the log's format: a line for each of its lines, or a JSON object.
+// Returns `text` in the log's format: one log line per line of `text`, or a JSON object.
 std::string Render(Log* log, char severity, const char* file, int line, const std::string& text,
                    int64_t us) PS_REQUIRES(log->mu) {
   const std::string time = log->hide_time ? "" : TimeText(us);
@@ -255,7 +255,7 @@ LoggedProblem LastLoggedProblem() {
 
 namespace {
 
-// Interval to check for room if the kernel does not report it.
+// Interval of checks whether the descriptor has room, where the kernel does not report it.
 constexpr int kLookMs = 100;
 
 bool HasRoom(int fd, int timeout_ms) {
@@ -269,8 +269,8 @@ bool HasRoom(int fd, int timeout_ms) {
 LogOutput::LogOutput(int fd, size_t limit, std::function<std::string(uint64_t)> notice)
     : fd_(fd), limit_(limit), notice_(std::move(notice)) {}
 
-// Other processes may share the descriptor's file, and would not expect it to become non-blocking.
-// So pipes and terminals are opened again for this process.
+// Other processes may share the open file of the descriptor, and O_NONBLOCK would affect them. So
+// this process opens pipes and terminals again for itself.
 void LogOutput::Look() {
   struct stat now;
   if (fstat(fd_, &now) != 0) return;
@@ -429,7 +429,7 @@ std::string UtcText(time_t seconds) {
 std::string CutText(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
   size_t end = most;
-  // The cut goes back to the first byte of a character, which has at most four bytes.
+  // `end` moves back to the first byte of a character. A character has at most four bytes.
   while (end > 0 && most - end < 4 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
   return text.substr(0, end);
 }

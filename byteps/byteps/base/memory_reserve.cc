@@ -42,7 +42,7 @@ Limit Of(const char* name, uint64_t bytes, uint64_t used) {
   return {name, bytes, bytes == UINT64_MAX ? UINT64_MAX : bytes - std::min(bytes, used)};
 }
 
-// Reads the control group's limit, as a container sees its own group (version 2 or 1).
+// Reads the limit of this process's control group (version 2 or 1), as a container sees it.
 Limit OfGroup(const char* name, const char* limit_file, const char* used_file) {
   return Of(name, ReadNumber(limit_file, UINT64_MAX), ReadNumber(used_file, 0));
 }

@@ -21,19 +21,21 @@ constexpr int kBits = 64;
 // The kernel's default limit per process (fs.nr_open).
 constexpr int kFiles = 1 << 20;
 
-// A bit per descriptor: needs no allocation, and a signal handler could read it.
+// One bit per descriptor. The table needs no allocation, and a signal handler may read it.
 std::atomic<uint64_t> files[kFiles / kBits];
 std::atomic<int> words_used{0};
 std::atomic<int> count{0};
 std::atomic<bool> is_forked_copy{false};
-// Held for reading by threads that create or close descriptors, for writing by a thread that forks.
+// Threads that create or close descriptors hold this lock for reading; a thread that forks holds it
+// for writing.
 pthread_rwlock_t forks = PTHREAD_RWLOCK_INITIALIZER;
 
 void BeforeFork() { pthread_rwlock_wrlock(&forks); }
 
 void InParent() { pthread_rwlock_unlock(&forks); }
 
-// Restricted like a signal handler: it only closes, and writes to static memory.
+// Runs in the child of a fork. Like a signal handler it may only close files and write to static
+// memory.
 void InChild() {
   if (count > 0) is_forked_copy = true;
   const int words = words_used;
@@ -44,12 +46,11 @@ void InChild() {
     }
   }
   count = 0;
-  // The lock is made anew, because to the C library the child's thread is not the one that locked
-  // it.
+  // The lock is made anew: to the C library, another thread than the child's has locked it.
   pthread_rwlock_init(&forks, nullptr);
 }
 
-// Registered before a transport starts its first thread.
+// The handlers are registered before a transport starts its first thread.
 const int registered = pthread_atfork(BeforeFork, InParent, InChild);
 
 uint64_t Bit(int fd) { return uint64_t{1} << (fd % kBits); }

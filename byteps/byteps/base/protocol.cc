@@ -344,8 +344,8 @@ bool ReadRule(WireReader* in, Declaration* d) {
   auto rule = std::make_shared<UpdateRule>();
   if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
   d->rule = std::move(rule);
-  // Differences are relative to the values that were sent last, so each difference includes the
-  // rounding error of the one before, and an updated tensor needs no feedback.
+  // Each difference is relative to the values that were sent last. So it includes the rounding
+  // error of the difference before, and an updated tensor needs no error feedback.
   return IsUpdated(d->dtype) && !d->feedback;
 }
 
@@ -462,7 +462,7 @@ uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double lin
   const double a_server = static_cast<double>(bytes) / num_servers;
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
   const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
-  // The result is shorter than a unit only if `largest` is.
+  // A partition is shorter than a unit only if `largest` is.
   const uint64_t most =
       largest >= unit ? largest / unit * unit : largest / SizeOf(dtype) * SizeOf(dtype);
   uint64_t least = smallest;

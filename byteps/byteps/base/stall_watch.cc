@@ -12,7 +12,7 @@ using std::chrono::milliseconds;
 
 constexpr StallWatch::Duration kShortestTick = milliseconds(20);
 constexpr StallWatch::Duration kLongestTick = milliseconds(500);
-// Pause of a thread that sleeps until a time on a clock that stands still.
+// Pause of a thread that waits for the time on a clock that may stand still.
 constexpr StallWatch::Duration kLook = milliseconds(2);
 
 }  // namespace
@@ -31,9 +31,10 @@ AwakeClock::time_point StallWatch::Bounds::Awake(Time now) const {
   return std::max(floor, AwakeClock::time_point(counted.time_since_epoch() - lost));
 }
 
-// Stored in one order and loaded in the opposite order. So a reader of the new `until` has the new
-// `lost`, and a reader of the new `lost` the new `floor`. With the new `lost` and the old `until`
-// the result is `floor`, the time of the change.
+// Store writes the fields in one order, and this function reads them in the opposite order. So a
+// reader that sees the new `until` also sees the new `lost`, and with the new `lost` the new
+// `floor`. A reader that sees the new `lost` and the old `until` returns `floor`, the time of the
+// change.
 StallWatch::Bounds StallWatch::SharedBounds::Load() const {
   Bounds bounds;
   bounds.until = until_.load(std::memory_order_acquire);

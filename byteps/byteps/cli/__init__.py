@@ -1,7 +1,7 @@
-"""The command ``megatron-byteps``. Each subcommand has a module, which is imported when it is
-called.
+"""The command ``megatron-byteps``. Each subcommand has a module, which is imported when the
+subcommand is called.
 
-So the help, and subcommands that need neither torch nor Megatron, start at once.
+So the help, and subcommands that need neither torch nor Megatron, start fast.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[words[0]][0].partition(":")
     try:
         status: int = getattr(importlib.import_module(module), function)(words[1:])
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         sys.stderr.close()
         return 1
     return status
 
 
 def version() -> str:
-    """Return the version of the installed distribution that contains this package."""
+    """Return the version of the distribution that contains this package."""
     for name in (NAME, "byteps"):
         try:
             distribution = importlib.metadata.distribution(name)

@@ -15,7 +15,7 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
 _SAME = "same"
 _WIRES = (_SAME, "bf16", "fp8", "int8", "int4")
 _EXACT = (_SAME, "bf16")
-"""Wire types for which results must be exact: all values of a tensor are the same small integer."""
+"""Wire types that must give exact results: all values of a tensor are the same small integer."""
 
 
 def size(text: str) -> int:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start ranks or, if a launcher has started this process, run as a rank.
+    """Run as a rank if a launcher has started this process; otherwise start ranks.
 
     Returns:
         The exit status: 0 all is well, 1 a wrong result or a failed rank, 2 bad use.
@@ -115,7 +115,7 @@ def _rank(options: argparse.Namespace) -> int:
 
         kinds: list[Callable[[], None]] = [plainly, by_servers]
         times: list[list[float]] = [[], []]
-        for number in range(-2, options.iters):  # two to warm up
+        for number in range(-2, options.iters):  # two more iterations warm up
             for kind, reduce in enumerate(kinds):
                 tensor.fill_(rank + 1 + number % 3)
                 expected = ranks * (ranks + 1) / 2 + ranks * (number % 3)

@@ -18,15 +18,15 @@ as pretrain_gpt.py. Megatron itself reads them: patched, and importable here. Ex
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what the flags would do for a job.
+    """Print what BytePS's flags would do for a job.
 
     Returns:
         The exit status: 0 `--use-dpu-reduce` is accepted; 1 it is refused; 2 bad use, or no
         patched Megatron is found.
     """
-    # Users run this in their checkout. `python -m` would add the current folder to the path, too.
+    # Users run this in their checkout, so Megatron is imported from there, as by `python -m`.
     sys.path.insert(0, os.getcwd())  # noqa: TID251
-    warnings.simplefilter("ignore")  # Megatron's, about optional packages
+    warnings.simplefilter("ignore")  # warnings of Megatron about optional packages
     try:
         from megatron.core.distributed.dpu_reduce import check
     except ImportError as error:

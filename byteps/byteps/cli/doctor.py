@@ -1,4 +1,5 @@
-"""The subcommand ``doctor``: finds faults of this host, and shows what a job would do on it."""
+"""The subcommand ``doctor``: finds faults of this host, and shows how a job would run on hosts like
+it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Doctor:
         self._print(f"note  {text}")
 
     def wrong(self, text: str) -> None:
-        """Print a fault, with its repair."""
+        """Print a fault, and how to repair it."""
         self._print(f"{_WRONG} {text}")
         self.is_well = False
 
@@ -57,7 +58,7 @@ class Doctor:
         self._printed.add(line)
 
     def look(self) -> None:
-        """Examine everything, and continue after a fault."""
+        """Examine everything; go on after a fault."""
         has_engine = self._looks_well(self._software)
         self._looks_well(self._megatron)
         executable = self._executable()
@@ -121,7 +122,7 @@ class Doctor:
             self.note(f"{text}\n      '{NAME} patch' patches it; --use-dpu-reduce needs that")
 
     def _executable(self) -> str | None:
-        """Return the path of byteps-server after checking its version; None if it is missing."""
+        """Return the path of byteps-server; None if it is missing. Also checks its version."""
         from byteps.launcher.child import find_executable
 
         try:
@@ -145,7 +146,8 @@ class Doctor:
         if "DMLC_PS_ROOT_URI" in variables:
             self.note(f"a cluster is named: DMLC_PS_ROOT_URI={variables['DMLC_PS_ROOT_URI']}")
             sized = "DMLC_NUM_WORKER" in variables or variables.get("BYTEPS_KEEP") == "1"
-            # The port of a running scheduler is in use, so the check of that role would fail.
+            # While a scheduler runs, its port is in use, and the check of the role "scheduler"
+            # would fail.
             roles = ["server", "worker"] if sized else ["worker"]
         else:
             self.note("no cluster is named (DMLC_PS_ROOT_URI): jobs here are in embedded mode")
@@ -155,12 +157,13 @@ class Doctor:
                 variables["BYTEPS_SECRET"] = secrets.token_hex(32)
         for role in roles:
             if role == "server" and variables["DMLC_PS_ROOT_PORT"] == "0":
-                variables["DMLC_PS_ROOT_PORT"] = "1"  # nobody listens there, and status 3 says so
+                # No scheduler listens at port 1; status 3 says so.
+                variables["DMLC_PS_ROOT_PORT"] = "1"
             done = _run([executable, "--role", role, "--check"], variables)
             is_alone = "DMLC_PS_ROOT_URI" not in os.environ and done.returncode == 3
             for line in (done.stdout + done.stderr).splitlines():
                 if is_alone and line.startswith(_WRONG):
-                    continue  # no scheduler is there yet
+                    continue  # status 3: no scheduler runs yet
                 self._print(line)
             if done.returncode and not is_alone:
                 self.is_well = False
@@ -249,7 +252,7 @@ def _run(
 def _address_of(c_lib: Any, name: str) -> str:
     try:
         address: str = c_lib.interface_address(name)
-    except RuntimeError:  # it has none
+    except RuntimeError:  # the interface has no address
         address = ""
     return address
 

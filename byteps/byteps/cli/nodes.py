@@ -1,7 +1,7 @@
 """Subcommands that start scheduler, servers or workers, or show a cluster. Each runs a script.
 
-The scripts are in bash, because a server machine needs no Python. Called from here, they use the
-`byteps-server` of this Python's environment.
+The scripts are in bash, because a server machine needs no Python. These subcommands make them use
+the `byteps-server` of this Python's environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def server(arguments: Sequence[str]) -> int:
 
 
 def worker(arguments: Sequence[str]) -> int:
-    """Become torchrun, for this host's ranks."""
+    """Replace this process by torchrun, which starts this host's ranks."""
     return _become("worker", "worker.sh", arguments)
 
 
@@ -46,7 +46,8 @@ def cluster(arguments: Sequence[str]) -> int:
 
 
 def _become(command: str, script: str, arguments: Sequence[str]) -> int:
-    """Replace this process by a script, which then gets the signals and decides the exit status."""
+    """Replace this process by a script. The script then gets the signals and decides the exit
+    status."""
     path = home() / "scripts" / script
     folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
     variables = {

@@ -24,8 +24,8 @@ namespace {
 
 // Pause between attempts to join a job that has no room for this node yet.
 constexpr auto kJoinPause = std::chrono::milliseconds(200);
-// Seconds for a probe, or for a server that waits for a vacant rank, to reach the scheduler.
-// BYTEPS_START_TIMEOUT_S may lower the limit.
+// Limit in seconds for reaching the scheduler, for a probe and for a server that waits for a vacant
+// rank. BYTEPS_START_TIMEOUT_S may lower it.
 constexpr double kBriefSeconds = 5;
 
 // Checks that servers can back up each other's state, if configured.
@@ -155,7 +155,7 @@ std::string Session::Probe(ChannelUser* user, int count) {
   } handlers;
   try {
     ps::Postoffice::Get()->Start(settings, 0);
-    ps::Postoffice::Get()->Finalize(0, false);  // on the scheduler, which asks no node
+    ps::Postoffice::Get()->Finalize(0, false);  // the scheduler asks no other node
     return "";
   } catch (const ps::WouldBeAdmitted& e) {
     return e.what();
@@ -322,7 +322,7 @@ ps::Message ToPs(const Message& message) {
   msg.meta.customer_id = 0;
   msg.meta.timestamp = 0;
   msg.meta.head = message.op;
-  // Messages other than these three carry values: a transport with two planes sends them on the
+  // Only these three messages carry no values. A transport with two planes sends all others on the
   // data plane.
   msg.meta.simple_app = message.op == kDeclare || message.op == kRelease || message.op == kConfirm;
   msg.meta.request = msg.meta.push = message.is_request;

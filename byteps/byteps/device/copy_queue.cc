@@ -14,8 +14,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Limit of a batch: its first copy waits for its last, at most for the 20 to 40 us that this many
-// bytes take. A larger copy goes alone, without polling.
+// Limit of a batch's bytes. The first copy of a batch waits for the last one: at most the 20 to 40
+// us that this many bytes take. A larger copy goes alone, without polling.
 constexpr size_t kMostBytes = 1 << 20;
 
 }  // namespace

@@ -13,10 +13,10 @@
 namespace byteps {
 namespace core {
 
-// Uses the driver's interface, not the run-time library's. A driver has the functions of all
-// earlier drivers, so a single build serves CUDA 12 and 13. A run-time library refuses older
-// drivers if linked in; shared with torch, its name changes with each major version. Both
-// interfaces act on the same contexts, streams and events.
+// The functions below call the driver's interface, not the run-time library's. A driver has the
+// functions of all earlier drivers, so one build serves CUDA 12 and 13. A run-time library that is
+// linked in refuses older drivers, and one that is shared with torch changes its name with each
+// major version. Both interfaces act on the same contexts, streams and events.
 
 namespace {
 
@@ -24,7 +24,7 @@ CudaStream Stream(DeviceStream stream) { return static_cast<CudaStream>(stream);
 CudaEvent Event(DeviceEvent event) { return static_cast<CudaEvent>(event); }
 CudaPointer Pointer(const void* memory) { return reinterpret_cast<CudaPointer>(memory); }
 
-// Interprets a query's result. Throws Error for other failures.
+// Returns whether a query's result means "done". Throws Error for failures.
 bool IsDone(CudaResult result) {
   if (result == kCudaNotReady) return false;
   CheckCuda(result, "work on the GPU");
@@ -85,7 +85,7 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then) {
   auto function = std::make_unique<std::function<void()>>(std::move(then));
   CheckCuda(Cuda().cuLaunchHostFunc(Stream(stream), CallAndDelete, function.get()),
             "cuLaunchHostFunc");
-  (void)function.release();  // CallAndDelete owns it now
+  (void)function.release();  // CallAndDelete owns the function now
 }
 
 void* PinMemory(size_t bytes) {

@@ -74,7 +74,7 @@ Loaded Load() {
   return loaded;
 }
 
-// Returns the device's primary context, retained once until the process ends, like the run-time
+// Returns the device's primary context. It is retained once until the process ends, as the run-time
 // library does.
 CudaContext PrimaryContext(int device) {
   static ps::Mutex mu;
@@ -110,7 +110,8 @@ void PushCudaDevice(int device) {
 
 void PopCudaDevice() {
   CudaContext ours = nullptr;
-  (void)Cuda().cuCtxPopCurrent(&ours);  // an error means that the driver is gone, at exit
+  // At the end of the process, an error means that the driver is gone.
+  (void)Cuda().cuCtxPopCurrent(&ours);
 }
 
 }  // namespace core

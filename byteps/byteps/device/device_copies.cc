@@ -12,10 +12,11 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Number of callers' streams with a callback stream of their own. Other callers share these
-// streams.
+// Number of callers' streams that get a callback stream of their own. Further callers share these
+// callback streams.
 constexpr size_t kMaxCallers = 32;
-// 128 KiB take 10 to 30 us, 1 MiB takes 50 us; the driver's callback comes 40 us later.
+// Limit of polling before the thread waits for the driver's callback. 128 KiB take 10 to 30 us, 1
+// MiB takes 50 us; the callback comes 40 us later.
 constexpr std::chrono::microseconds kAwaited(100);
 
 }  // namespace
@@ -73,7 +74,8 @@ DeviceMoment DeviceCopies::Now(DeviceStream stream) {
 }
 
 DeviceMoment DeviceCopies::NowIn(DeviceStream stream) {
-  // Even in an idle stream, an event takes some microseconds until it is done, so none is recorded.
+  // Even in an idle stream, an event takes some microseconds until it is done. So an idle stream
+  // gets none.
   return StreamIsIdle(stream) ? nullptr : MomentOf(stream);
 }
 

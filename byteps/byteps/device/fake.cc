@@ -24,7 +24,7 @@ using Work = std::function<void()>;
 using Done = std::shared_future<void>;
 
 thread_local int current_device = 0;
-thread_local std::vector<int> devices_before;  // devices to restore when scopes end
+thread_local std::vector<int> devices_before;  // devices to restore when their scopes end
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
 
@@ -49,14 +49,14 @@ class Gate {
 
  private:
   ps::Mutex mu_;
-  Done released_ PS_GUARDED_BY(mu_);  // invalid: not blocked
+  Done released_ PS_GUARDED_BY(mu_);  // invalid if copies are not blocked
 };
 
 // The gates are never destroyed, because streams' threads use them to the end.
 Gate& to_device = *new Gate;
 Gate& to_host = *new Gate;
 Gate& calls = *new Gate;
-std::atomic<std::thread::id> caller;  // thread that `calls` does not block
+std::atomic<std::thread::id> caller;  // the thread that `calls` does not block
 
 class Stream {
  public:
@@ -79,7 +79,7 @@ class Stream {
 
   void AwaitIdle() {
     ps::MutexLock lock(&mu_);
-    // The wait is ended by the stream's own thread; deadline: none, as a driver has none.
+    // The wait is ended by the stream's own thread; deadline: none, because a real driver has none.
     idle_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return IsIdle(); });
   }
 
@@ -115,7 +115,7 @@ class Stream {
 struct Event {
   int device;
   ps::Mutex mu;
-  Done recorded PS_GUARDED_BY(mu);  // invalid: none
+  Done recorded PS_GUARDED_BY(mu);  // invalid if nothing is recorded
 };
 
 constexpr size_t kReserved = 1ull << 35;  // addresses for pinned memory
@@ -259,8 +259,8 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then) {
 void* PinMemory(size_t bytes) {
   Enter();
   ps::MutexLock lock(&pinned_mu);
-  // Allocations are adjacent, as a driver may place them. No copy may reach into the next
-  // allocation.
+  // Allocations are adjacent, as with a driver. So a copy that is too long reaches into the next
+  // allocation, which must not happen.
   static char* next = static_cast<char*>(
       mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   char* const memory = next;

@@ -50,7 +50,7 @@ class PinnedPool::Pools {
 
  private:
   ps::Mutex mu_;
-  // Pools by their use and their limit `top_`.
+  // Pools by their use and by their limit, `top_`.
   std::map<std::pair<Use, uint64_t>, std::unique_ptr<PinnedPool>> pools_ PS_GUARDED_BY(mu_);
 };
 

@@ -39,8 +39,8 @@ std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& spec
   do {
     const std::vector<EntryPtr> mine = ClaimNew(entries);
     if (!mine.empty()) Tell(mine);
-    // If another thread's attempt has failed, the tensors are new again: this thread tries, and
-    // throws.
+    // If another thread's attempt has failed, these tensors are still undeclared. Then this thread
+    // declares them, and throws if that fails, too.
   } while (!AwaitOthers(entries));
   std::vector<TensorPtr> tensors;
   for (const EntryPtr& entry : entries) tensors.push_back(entry->tensor);
@@ -152,8 +152,8 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
     last_message_ += servers;
     for (int server = 0; server < servers; ++server) messages_[first + server] = {exchange, server};
   }
-  // Every server gets the declaration, even a server that sums no partition of the tensor.
-  // Otherwise members that disagree on the placement would wait at different servers, for ever.
+  // Every server gets the declaration, even one that sums no partition of the tensor. Otherwise
+  // members that disagree on the placement would wait at different servers, for ever.
   for (int server = 0; server < servers; ++server) {
     channel_->Send(MakeRequest(kDeclare, server, exchange->key, first + server, exchange->body));
   }
@@ -170,7 +170,8 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
   while (!cond_.WaitUntil(&mu_, deadline, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || exchange->unanswered == 0;
   })) {
-    // A successor of a lost server gets the declaration again, so the deadline is extended.
+    // The successor of a lost server must be sent the declaration again, so the deadline is
+    // extended.
     const auto later = vacancies_->Last(Clock::now()) + limit;
     if (later <= deadline) break;
     deadline = later;
@@ -205,7 +206,7 @@ void Declarations::SetState(const std::vector<EntryPtr>& entries, State state) {
 bool Declarations::AwaitOthers(const std::vector<EntryPtr>& entries) {
   ps::MutexLock lock(&mu_);
   const auto is_asked = [](const EntryPtr& entry) { return entry->state == State::kAsked; };
-  // The wait is ended by the declaring thread, or a failure; deadline: that thread's.
+  // The wait is ended by the declaring thread, or a failure; deadline: the declaring thread's.
   cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
   });
@@ -219,7 +220,8 @@ void Declarations::OnAnswer(uint64_t number, const std::string& error) {
   {
     ps::MutexLock lock(&mu_);
     const auto it = messages_.find(number);
-    if (it == messages_.end()) return PS_PROBE(kAnswerToNobody);  // given up already
+    // A request that is not found was given up already.
+    if (it == messages_.end()) return PS_PROBE(kAnswerToNobody);
     exchange = std::move(it->second.first);
     if (exchange->error.empty()) exchange->error = error;
     --exchange->unanswered;
@@ -265,7 +267,7 @@ std::map<uint64_t, uint32_t> Declarations::OldestRounds() {
   std::map<uint64_t, uint32_t> oldest;
   ps::MutexLock lock(&mu_);
   for (const auto& [key, told] : told_) {
-    // The released tensor's optimizer state may be gone, and no worker needs it.
+    // The released tensor's optimizer state may be gone, but no worker needs the tensor.
     const bool is_over = !told.tensor->is_used() && told.tensor->declaration.rule;
     if (told.tensor->rounds > 0 && !is_over) oldest[key] = told.tensor->oldest;
   }
@@ -382,7 +384,7 @@ void Declarations::GiveBack(const std::vector<TensorPtr>& tensors) {
   }
   const uint64_t key = releasing->tensors.front()->key;
   for (int server = 0; server < servers; ++server) {
-    if (losses_->IsVacant(server)) continue;  // ReleaseAgain tells its successor
+    if (losses_->IsVacant(server)) continue;  // ReleaseAgain tells the server's successor
     channel_->Send(MakeRequest(kRelease, server, key, first + server, releasing->body));
   }
 }
@@ -393,7 +395,7 @@ void Declarations::OnReleased(uint64_t number) {
   {
     ps::MutexLock lock(&mu_);
     const auto it = releasing_.find(number);
-    // If the request is not found, it was sent to a server that has been replaced.
+    // A request that is not found was sent to a server that has been replaced.
     if (it == releasing_.end()) return PS_PROBE(kAnswerToNobody);
     std::tie(releasing, server) = it->second;
     releasing_.erase(it);

@@ -16,8 +16,8 @@ namespace core {
 
 namespace {
 
-// Throws unless the operation suits its tensor. A tensor is either summed or updated, never both.
-// The rounding errors of a summed tensor can be loaded and read like an updated tensor's state.
+// Throws unless the operation suits its tensor: a tensor is either summed or updated, never both.
+// The rounding losses of a summed tensor are loaded and read like the state of an updated tensor.
 void CheckUse(const Operation& operation) {
   const Declaration& declaration = operation.tensor->declaration;
   if ((operation.request.op != kPushPull) == (declaration.rule != nullptr)) return;
@@ -48,8 +48,8 @@ Engine::~Engine() { Stop(false, ""); }
 void Engine::Start() {
   context_.channel->Start(this);
   context_.scheduler->SetNics(context_.channel->num_nics());
-  // Over RDMA a partition costs little CPU time. So neither windows (push_scheduler.h) nor
-  // partition sizes depend on the link's rate.
+  // Over RDMA a partition costs little CPU time. So windows (push_scheduler.h) and partition sizes
+  // do not depend on the link's rate.
   if (context_.channel->RegistersMemory()) {
     context_.scheduler->IgnoreRate();
   } else {
@@ -185,7 +185,8 @@ Landing Engine::Land(int64_t handle, DeviceStream stream) {
   Landing landing;
   if (!has_failed()) landing = operation->staged->CopyToDevice(operation, stream);
   context_.operations.Forget(handle);
-  // The watcher may have checked the sums before this sum was awaited, so this thread checks, too.
+  // The watcher may have checked the sums before this thread began to wait for this one, so this
+  // thread checks, too.
   if (has_failed()) throw Error(operation->error());
   return landing;
 }
@@ -208,7 +209,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
     context_.small.Add(operation, operation->staged->CopyBack(stream));
     return true;
   }
-  if (const DeviceMoment landed = operation->landed()) {  // still being copied
+  if (const DeviceMoment landed = operation->landed()) {  // the values are still being copied
     DeviceCopies::Of(operation->request.tensor.device)->MakeWait(stream, landed);
   }
   return true;
@@ -225,7 +226,7 @@ void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
     DeviceCopies* const copies = DeviceCopies::Of(operation->request.tensor.device);
     copies->MakeWait(stream, copies->CopiedToDevice());
   } catch (const Error&) {
-    // The device has failed, and writes into no memory.
+    // The device has failed, so it writes into no memory.
   }
   throw Error(error);
 }

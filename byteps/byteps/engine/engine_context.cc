@@ -13,7 +13,8 @@ namespace {
 
 using Use = PinnedPool::Use;
 
-// Memory for the small sum in flight, and for earlier small sums whose copies are not done.
+// Limit of pinned memory for small sums: for the one in flight, and for earlier ones whose copies
+// are not done.
 constexpr uint64_t kPinnedForSmall = 4 * StagedSum::kSmall;
 
 PinnedPool* PoolForStreamed(uint64_t limit, uint64_t largest_partition) {
@@ -53,7 +54,7 @@ Message EngineContext::MakeRequestMessage(Request request) {
   if (operation.request.forgets_lost) header.flags |= PushHeader::kForgetLost;
   if (op == kPushPull) losses->Complete(&header, request.server);
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
-  if (op != kLoadState && op != kPushNorm) {  // these two have no wanted part
+  if (op != kLoadState && op != kPushNorm) {  // these two want no values
     header.pull_offset =
         static_cast<uint32_t>(wanted.offset - operation.Offered(request.index).offset);
     header.pull_bytes = static_cast<uint32_t>(wanted.bytes);

@@ -18,12 +18,12 @@ namespace core {
 
 namespace {
 
-// Longer than the last copy to the GPU takes.
+// Limit of polling for the last copy to the GPU, which takes less.
 constexpr std::chrono::microseconds kAwake(100);
 
 // A sum of at most this many bytes takes about 200 us if all members are ready. Waking two threads,
-// the receiver and the waiter, would add a fifth. So the thread that waits for the sum receives it
-// by itself, and sleeps only after kAwakeForSmall. Staged GPU sums of up to 1 MiB do the same,
+// the receiver and the waiter, would add a fifth. So the thread that waits for the sum also
+// receives it, and sleeps only after kAwakeForSmall. Staged sums of a GPU do the same up to 1 MiB,
 // although they take longer.
 constexpr uint64_t kSmallSum = 64 << 10;
 constexpr std::chrono::microseconds kAwakeForSmall(400);
@@ -125,7 +125,7 @@ void Operation::Decode(uint64_t index, const char* blocks) const {
   uint64_t begin = range.begin;
   const uint64_t end = std::min(range.begin + range.count, coded.end);
   char* const output = static_cast<char*>(coded.output);
-  if (begin < coded.begin) {  // the first block has unwanted values
+  if (begin < coded.begin) {  // the first block also holds unwanted values
     alignas(float) char values[kBlockValues * sizeof(float)];
     const uint64_t next = std::min(begin + kBlockValues, end);
     DecodeBlocks(type, blocks, coded.dtype, values, next - begin);
@@ -200,7 +200,8 @@ void Operation::CountArrival() {
                 "'" + name() + "' had no partition to arrive");
   if (left != 1) return;
   {
-    // A waiter that has checked the count is asleep once this thread has had the lock.
+    // A waiter that has just checked the count under the lock is asleep once this thread gets the
+    // lock, so the notification reaches it.
     ps::MutexLock lock(&mu_);
   }
   cond_.NotifyAll();
@@ -218,8 +219,8 @@ bool Operation::AwaitEnd(std::chrono::nanoseconds limit, const std::function<voi
     return false;
   }
   lock.Unlock();
-  // All answers of this sum are here. So this thread does not receive messages for other sums,
-  // which would delay this one.
+  // All answers of this sum are here. This thread receives no messages for other sums, because that
+  // would delay this sum.
   StayAwake(std::min(deadline, Clock::now() + kAwake), [] {});
   lock.Lock();
   // The wait is ended by the copies to the GPU, or a failure; deadline: the caller's.
@@ -245,8 +246,8 @@ void Operation::EndWriting() {
     ps::MutexLock lock(&mu_);
     BPS_INVARIANT_NOTED("a writer that stops had begun", writers_ > 0,
                         "nobody wrote into the output of '" + name() + "'");
-    // Threads wait for writers only after the operation's end. Until then a notification would wake
-    // the threads that wait for the end.
+    // Threads wait for writers only after the operation's end. Before the end, a notification would
+    // wake the threads that wait for the end.
     if (--writers_ > 0 || !done_) return;
   }
   written_.NotifyAll();
@@ -255,7 +256,7 @@ void Operation::EndWriting() {
 void Operation::AwaitWriters() {
   ps::MutexLock lock(&mu_);
   if (writers_ > 0) PS_PROBE(kAwaitsWriters);
-  // The wait is ended by threads that copy and never block; deadline: none.
+  // The wait is ended by the threads that copy and never block; deadline: none.
   written_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 

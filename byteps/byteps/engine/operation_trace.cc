@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Time for the GPU to complete its last copies. After that they are taken as lost.
+// Time for the GPU to complete its last copies. Later copies are missing in the trace.
 constexpr auto kPatience = std::chrono::seconds(1);
 
 }  // namespace
@@ -85,7 +85,7 @@ void OperationTrace::Row(const Operation& operation, uint64_t index, int64_t don
   if (operation.is_copied_by_caller()) stages.push_back({"copy from GPU", times.ready});
   stages.push_back({"queue", times.taken});
   if (operation.on_gpu()) stages.push_back({"copy from GPU", times.copied});
-  // The transport may report that it has sent a message only after the message was answered.
+  // The transport may report that it has sent a message after the answer has arrived.
   const int64_t sent = times.sent;
   const bool told_late = times.answered != 0 && (sent == 0 || sent > times.answered);
   stages.push_back({"push", told_late ? times.answered : sent});

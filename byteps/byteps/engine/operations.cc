@@ -12,7 +12,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Handles are unique in the process, so one of an earlier job is never valid in the next.
+// Returns a handle that is unique in the process. So a handle of an earlier job is never valid in
+// the next.
 int64_t NextHandle() {
   static std::atomic<int64_t> last{0};
   return ++last;

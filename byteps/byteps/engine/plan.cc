@@ -17,7 +17,7 @@ uint32_t WholePages(uint64_t bytes) {
   return static_cast<uint32_t>((bytes + page - 1) / page * page);
 }
 
-// Limit of a partition's state, in bytes per slot, because one message carries a slot.
+// Limit of a partition's state in bytes per slot: a single message carries a slot.
 constexpr uint64_t kMostStateBytes = 1 << 30;
 
 void CheckRule(const Declaration& d) {

@@ -17,9 +17,9 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Largest values, in bytes, that the receiving thread itself copies or hands to the GPU, because
-// waking another thread would take longer. Other threads copy larger values, so that this thread
-// can go on receiving.
+// Limit in bytes of values that the receiving thread itself copies or hands to the GPU: waking
+// another thread would take longer. Larger values are copied by other threads, so that the
+// receiving thread can go on receiving.
 constexpr uint64_t kFew = 64 << 10;
 
 }  // namespace
@@ -31,13 +31,13 @@ Puller::Puller(EngineContext* context)
 
 char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  // A sum that this worker keeps must not lie in the caller's memory. If a server can be replaced,
-  // its loss must not leave half a sum there either.
+  // The sum must not be received into the caller's memory if this worker keeps it. If a server can
+  // be replaced, its loss must not leave half a sum there either.
   if (head.failed || bytes == 0 || context_->losses->keeps_sums()) return nullptr;
   if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;
-  // Values must not be placed for an operation that has ended: Wait has already abandoned its
-  // places, and would not know this one.
+  // The values must not be received into memory of an ended operation: Wait has already abandoned
+  // the memory, and does not know about later uses.
   if (operation.is_done() || operation.Wanted(request.index).bytes != bytes) return nullptr;
   if (!operation.output_on_gpu()) return operation.Target(request.index);
   if (!request.block) {
@@ -50,7 +50,8 @@ char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
 
 void Puller::OnAnswer(Message* message) {
   Request request;
-  if (!context_->losses->TakeRequest(message, &request)) return;  // given up already
+  // A request that is not found was given up already.
+  if (!context_->losses->TakeRequest(message, &request)) return;
   const Request asked = request;
   try {
     HandleAnswer(message, std::move(request));
@@ -183,7 +184,7 @@ bool Puller::CopyToOutput(const Arrived& arrived) {
   const uint64_t index = arrived.request.index;
   const bool landed = arrived.values.empty();
   if (landed && !operation.is_coded()) return true;
-  if (!operation.BeginWriting()) {  // failed meanwhile
+  if (!operation.BeginWriting()) {  // the operation failed meanwhile
     PS_PROBE(kEndedBeforeSum);
     return false;
   }
@@ -218,7 +219,7 @@ void Puller::MoveToDevice(Arrived* arrived, int track) {
 
 bool Puller::LeaveCopy(const Request& request) {
   Operation& operation = *request.operation;
-  if (!operation.BeginWriting()) {  // failed meanwhile
+  if (!operation.BeginWriting()) {  // the operation failed meanwhile
     PS_PROBE(kEndedBeforeSum);
     return true;
   }

@@ -15,11 +15,11 @@ namespace {
 // Default limit of all windows together.
 constexpr uint64_t kMost = 16 << 20;
 constexpr int64_t kCoveredNs = 5'000'000;
-// A worker is ahead of others if more than 1/kAhead of its window waits at a server for their
-// values. Its window is then divided by kStepBack.
+// This worker is ahead of the others if more than 1/kAhead of its window waits at a server for the
+// others' values. Its window is then divided by kStepBack.
 constexpr int64_t kAhead = 2;
 constexpr uint64_t kStepBack = 4;
-// Partitions that a woken thread can push, unless few are in flight.
+// Number of partitions that a woken thread may push at once, unless few are in flight.
 constexpr uint64_t kAtOnce = 4;
 
 }  // namespace
@@ -151,14 +151,14 @@ bool PushScheduler::Take(Task* task) {
   cond_.Wait(&mu_,
              [this]() PS_REQUIRES(mu_) { return closed_ || !going_.empty() || !resumed_.empty(); });
   if (closed_) return false;
-  // New tasks come first: to start a copy takes no time, and the copy overlaps with a send.
+  // New tasks come first: starting a copy takes no time, and the copy overlaps with a send.
   if (!going_.empty()) {
     *task = TakeFirst();
   } else {
     *task = std::move(resumed_.begin()->second);
     resumed_.erase(resumed_.begin());
   }
-  // Tasks for a single server need one thread only.
+  // One thread is enough for the tasks of a single server.
   if (going_.size() > 1 || !resumed_.empty()) cond_.NotifyOne();
   return true;
 }

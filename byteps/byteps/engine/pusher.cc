@@ -17,8 +17,9 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A partition of at most this size is sent by the thread that calls push_pull, unless one of higher
-// priority waits: waking another thread would take longer. On a GPU, that thread awaits the copy.
+// Limit in bytes of a partition that the thread which calls push_pull sends by itself, unless a
+// partition of higher priority waits: waking another thread would take longer. On a GPU the caller
+// also waits for the copy.
 constexpr uint64_t kFew = 64 << 10;
 
 std::vector<Task> TasksOf(const OperationPtr& operation) {
@@ -36,7 +37,7 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
   return tasks;
 }
 
-// Keeps Operation::AwaitWriters from returning, as long as this object lives.
+// Makes Operation::AwaitWriters wait as long as this object lives.
 class Writing {
  public:
   // Does nothing if `operation` is null.
@@ -122,7 +123,7 @@ void Pusher::Loop(int track) {
 
 void Pusher::Advance(Task task, int track) {
   const OperationPtr operation = task.operation;
-  if (operation->is_done()) {  // failed meanwhile
+  if (operation->is_done()) {  // the operation failed meanwhile
     PS_PROBE(kTaskOfEnded);
     return Drop(task);
   }
@@ -209,8 +210,8 @@ void Pusher::Send(const Task& task, int track) {
 
 bool Pusher::OffersPlaces(const Operation& operation) const {
   // A sum that this worker keeps must not be received into the caller's memory (Puller::PlaceFor).
-  // Pinned memory for a GPU is taken only when the sum arrives, because there may not be enough for
-  // all.
+  // Pinned memory for a GPU's sum is taken only when the sum arrives, because there may not be
+  // enough for all sums.
   return context_->channel->RegistersMemory() && !context_->losses->keeps_sums() &&
          !operation.output_on_gpu();
 }
@@ -228,7 +229,8 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
       return "";
     }
   }
-  // The values are encoded only once, because encoding adds the rounding errors of the last round.
+  // The values are encoded only once, because encoding also adds the rounding losses of the last
+  // round.
   if (operation.is_coded() && task.bytes > 0 && !task.again) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
@@ -240,7 +242,7 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
     message.place = operation.Target(task.index);
     message.place_bytes = operation.Wanted(task.index).bytes;
   }
-  // The values stay in the window until the transport has sent them. Until then `task` holds the
+  // The values count in the window until the transport has sent them. Until then `task` holds the
   // operation and its pinned memory.
   if (task.bytes > 0) {
     message.SetValues(
@@ -266,7 +268,7 @@ std::string Pusher::SendNow(const Task& task, int track, bool is_there) {
   try {
     context_->channel->Send(message);
   } catch (const std::exception& e) {
-    // The message owns the values; they leave the window when it is destroyed.
+    // The message owns the values. They leave the window when the message is destroyed.
     context_->trace->Row(operation, task.index, 0);
     return e.what();
   }

@@ -17,20 +17,21 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Length of the first and the last chunk. Their copies take 0.3 ms, while no link is busy.
+// Length of the first and the last chunk. While these two are copied, in 0.3 ms, no link is busy.
 constexpr uint64_t kEnd = 16 << 20;
 static_assert(StagedSum::kSmall <= kEnd, "a small sum is one chunk");
-// Growth of chunks, from either end to the middle. The next chunk is copied while links carry the
-// current one, which takes four times as long at 100 Gbit/s. Few chunks mean few driver calls.
+// Growth of chunks, from either end to the middle. While links carry one chunk, the next one is
+// copied; at 100 Gbit/s a link takes four times as long as the copy. Few chunks need few driver
+// calls.
 constexpr uint64_t kGrowth = 4;
 // Length of a memory block that several partitions share, so that one driver call copies them all.
 constexpr uint64_t kBlock = 64 << 20;
-// Limit for sends in flight after a failure. Afterwards they may send NaN.
+// Limit for sends in flight after a failure. Sends that are still in flight then may send NaN.
 constexpr auto kMostToSend = std::chrono::seconds(1);
 constexpr int kNotANumber = 0xff;  // a byte that makes NaN in every floating-point type
 
-// Appends a copy, or extends the last copy if both ends continue it: each copy is a driver call. A
-// copy must not cross two blocks of pinned memory.
+// Appends a copy, or extends the last copy if both its ends continue there: each copy is a driver
+// call. A copy must not cross two blocks of pinned memory.
 void Append(const Copy& copy, bool same_block, std::vector<Copy>* copies) {
   if (same_block && !copies->empty()) {
     Copy& last = copies->back();
@@ -61,7 +62,7 @@ std::vector<uint64_t> ChunkLengths(uint64_t bytes) {
   return lengths;
 }
 
-// Whether two partitions lie in the same block of the pool.
+// Returns whether two partitions lie in the same block of the pool.
 bool AreOfOneBlock(const PinnedBlock& a, const PinnedBlock& b) {
   return !a.owner_before(b) && !b.owner_before(a);
 }
@@ -130,7 +131,8 @@ bool StagedSum::TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool)
     auto end = begin;
     uint64_t length = 0;
     uint64_t joined = 0;
-    // Neighbours are joined as long as at most a quarter of their block, a power of two, is unused.
+    // Neighbours share a block, whose size is a power of two, as long as at most a quarter of it is
+    // unused.
     for (auto at = begin; at != indices.end() && *at == *begin + (at - begin); ++at) {
       joined += partitions_[*at].whole.bytes;
       if (joined > pool->largest() && at != begin) break;
@@ -236,11 +238,13 @@ char* StagedSum::Wanted(const Partition& partition) const {
 Landing StagedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
   if (is_awaited_.exchange(true)) return {device_, nullptr};
   DeviceCopies* const device = DeviceCopies::Of(device_);
-  // Unwanted parts are awaited, too, because the caller may change the input afterwards.
+  // The stream also waits for the copies of unwanted parts, because the caller may change the input
+  // afterwards.
   for (const Chunk& chunk : chunks_) {
     device->CopyOnceSet(stream, chunk.summed, CopiesToDevice(chunk));
   }
-  // The callback keeps the memory until the copies are done. If the device fails, that is for ever.
+  // The callback keeps the memory until the copies are done; if the device fails, it keeps the
+  // memory for ever.
   const DeviceMoment made = device->Now(stream);
   device->CallAfter(made, stream, [operation] {});
   return {device_, made};
@@ -286,7 +290,7 @@ void StagedSum::Fail(std::chrono::steady_clock::time_point deadline) {
   // The wait is ended by the transport; deadline: kMostToSend for all failed operations together.
   sent_.WaitUntil(&mu_, deadline, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
   for (const Chunk& chunk : chunks_) {
-    if (chunk.is_copied) Spoil(chunk);  // otherwise its copy would overwrite this
+    if (chunk.is_copied) Spoil(chunk);  // otherwise the copy would overwrite the NaN
   }
 }
 
@@ -329,8 +333,8 @@ void Engine::Watch() {
     EndFailedStreams();
     context_.losses->OnTick();
   }
-  // After a failure the timeline is written at once, since the process may be killed soon. The lock
-  // makes sure that all failed operations are in it.
+  // After a failure the timeline is written at once, since the process may be killed soon. With the
+  // lock held, all failed operations are in it.
   {
     ps::MutexLock lock(&failing_mu_);
     context_.trace->Write();
@@ -342,8 +346,8 @@ void Engine::EndFailedStreams() {
   const std::vector<OperationPtr> ended = context_.streamed.TakeFailed();
   for (const auto& operation : ended) {
     operation->staged->BeginFail();
-    // No host thread waits for a streamed sum. So the job fails before the stream continues, and
-    // the next call of the host throws.
+    // No host thread waits for this sum, only a stream. So the job fails before the stream
+    // continues, and the next call of the host throws.
     if (operation->staged->is_awaited() && !failed()) Fail(operation->error());
   }
   // All operations share one deadline.
@@ -389,7 +393,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
   if (!was_asked) silent = context_.scheduler->ServersOf(operation.get());
   const std::string names = NamesOf(silent, context_.channel.get());
   if (was_asked) return names;
-  // The windows of these servers are full of earlier partitions.
+  // The windows of these servers are full of earlier partitions that they do not read.
   if (!names.empty()) return names + ", which does not take what was sent to it before,";
   try {
     const bool is_ready = operation->staged ? operation->staged->has_copied()
@@ -399,7 +403,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
     }
   } catch (const Error&) {
   }
-  // All requests are answered, so the answers are still being processed.
+  // If all requests are answered, this node is still processing the answers.
   for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
     if (!operation->IsThrough(i)) silent.insert(operation->tensor->layout.servers[i]);
   }

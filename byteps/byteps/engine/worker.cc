@@ -53,8 +53,8 @@ void Worker::StopAtExit() {
     static_cast<Worker*>(worker)->Stop(false,
                                        status == 0 ? "" : "exit status " + std::to_string(status));
   };
-  // Exit handlers run in reverse order of registration. The GPU driver has registered its handlers
-  // before, so they run after this one.
+  // Exit handlers run in reverse order of registration. The GPU driver registered its handlers
+  // earlier, so they run after this one.
   if (on_exit(stop, this) == 0) return;
 #endif
   Stop(false);

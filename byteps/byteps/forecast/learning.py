@@ -1,5 +1,5 @@
-"""Measured cost of few bits in training loss. The method is in docs/design/few-bits.md,
-"Quality"."""
+"""Measured cost in training loss of gradients in few bits. The method is in
+docs/design/few-bits.md, "Quality"."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MEASURED = {
     ("int8", True): "-0.21..+0.08 % (8 seeds)",
     ("int4", True): "-0.25..+0.32 % (8 seeds)",
 }
-"""Relative difference of the loss to that with bf16, as a 95 % interval. Keys: type in which
-gradients travel, and whether servers keep the optimizer."""
+"""Relative difference between the loss with few bits and the loss with bf16, as a 95 % interval.
+Keys: type in which gradients travel, and whether servers keep the optimizer."""
 NOT_MEASURED = "not measured"
 
 

@@ -15,14 +15,15 @@ TRANSPORTS = ("tcp", "rdma")
 MOST_NIC_GBPS = 1600.0
 """Largest rate of a single NIC. A larger rate is that of several NICs together."""
 OTHER_CORES = 1
-"""Cores for other work than moving and adding bytes."""
+"""Cores of a machine that do other work than move and add bytes."""
 BLOCK_VALUES_PER_CORE = 4.2e9
-"""Values in blocks of few bits that a core adds per second. It adds several pushes in one pass."""
+"""Values in blocks of few bits that one core adds per second. It adds several pushes in one
+pass."""
 CORES_PER_GPU = 16.0
 """Assumed cores of a worker's host per GPU, unless the user gives a number."""
 MEMORY_RATE = 300e9
-"""Bandwidth of a machine's memory, in bytes per second: half of that of two sockets with eight
-channels of DDR5-4800 each."""
+"""Assumed bandwidth of a machine's memory, in bytes per second: half of what two sockets with eight
+channels of DDR5-4800 each have."""
 MEMORY_PASSES = {"tcp": 4, "rdma": 2}
 """Memory accesses per byte that a process sends or receives, by transport: one by the GPU or the
 adding core, one by the NIC. Over TCP the kernel's copy adds a read and a write."""
@@ -48,8 +49,8 @@ class Machines:
     transport: str = "tcp"
     """Transport between workers and servers, one of TRANSPORTS."""
     worker_cores: float | None = None
-    """Cores of a worker's host that the network may use. None: half of those that ranks leave free,
-    as for embedded servers. A host then has CORES_PER_GPU cores per GPU, and a rank takes one."""
+    """Cores of a worker's host that the network may use. None: half of the cores that ranks leave
+    free, as in embedded mode; a host then has CORES_PER_GPU cores per GPU, and a rank takes one."""
     server_cores: float = math.inf
     """Cores of a spare machine."""
     core_rate: float = cost_model.TCP_CORE_RATE
@@ -61,7 +62,8 @@ class Machines:
     micro_batch_s: float | None = None
     """Computing time of a micro-batch on a GPU, in seconds; None: unknown."""
     backup: bool = False
-    """Each server keeps a copy of another one's optimizer state (BYTEPS_BACKUP_STATE)."""
+    """Whether each server keeps a copy of another server's optimizer state
+    (BYTEPS_BACKUP_STATE)."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible numbers, and for settings that BytePS does not
@@ -145,8 +147,8 @@ class Machines:
     def seconds(
         self, network: Network, pushed: float, pulled: float, add_rate: float | None = None
     ) -> float:
-        """Return the time of a push-pull of these bytes per host: the longest of NICs, cores and
-        memory."""
+        """Return the time of a push-pull in which each host pushes and pulls these bytes: the
+        longest time of NICs, cores and memory."""
         load = cost_model.push_pull(network.servers, pushed, pulled)
         links = load.seconds(network.host_rate or 1.0, network.server_rate or 1.0)
         return max(links, *self.limits(network.servers, pushed, pulled, add_rate).values())
@@ -159,8 +161,8 @@ class Machines:
         add_rate: float | None = None,
         copied: float = 0.0,
     ) -> dict[str, float]:
-        """Return the time in seconds that the cores, and the memory, of the busiest machine need
-        for a push-pull.
+        """Return, for the busiest machine, the time in seconds that its cores need for a push-pull,
+        and the time that its memory needs.
 
         Args:
             copied: bytes of optimizer state that each server process sends to another one, and

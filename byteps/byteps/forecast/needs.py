@@ -18,8 +18,8 @@ BASE_BYTES = GIB // 4
 FEEDBACK_BYTES = 2
 """Bytes per value of the rounding losses that a server keeps for int4."""
 SERVED_BYTES = {"fp32": 16, "bf16": 14, "fp16": 14, "int8": 18, "int4": 18}
-"""Bytes per parameter that servers keep: Adam's state, a gradient, and the workers' value. Keys:
-type in which gradients travel."""
+"""Bytes per parameter that servers keep: Adam's state, a gradient, and the parameter as workers
+have it. Keys: type in which gradients travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Needs:
     worker_bytes: int
     """Memory of the servers on a worker's host."""
     nic_gbps: float
-    """Load of a spare machine's NICs in each direction; without spare machines, of a worker
-    host's."""
+    """Load of a spare machine's NICs in each direction. Without spare machines: load of a worker
+    host's NICs."""
 
 
 def needs_of(training: Training, row: Row, network: Network, machines: Machines) -> Needs:
@@ -57,11 +57,11 @@ def needs_of(training: Training, row: Row, network: Network, machines: Machines)
 
 
 def _held(training: Training, row: Row, machines: Machines) -> float:
-    """Return the bytes that a server holds per pushed byte: the push as it arrived, the sum in a
+    """Return the bytes that a server holds per pushed byte: the push as it arrived, its sum in a
     type twice as wide (fp32 for few bits), and the optimizer's state."""
     wire = row.wire or ("bf16" if training.gradient_bytes == 2 else "fp32")
     served = SERVED_BYTES[wire] / WIRE_BYTES[wire] if row.updated else 0.0
-    if machines.backup:  # the copy, and the last answer on both sides
+    if machines.backup:  # the copy of another server's state, and the last answer on both sides
         served = 2 * (served + 1) if served else 0.0
     if wire not in FEW_BITS:
         return 3 + served
@@ -70,5 +70,5 @@ def _held(training: Training, row: Row, machines: Machines) -> float:
 
 
 def _whole(busy: float) -> int:
-    # A rounding error of the division must not count as another core.
+    # The subtraction lets no rounding error count as another core.
     return math.ceil(busy - 1e-6) + OTHER_CORES

@@ -1,4 +1,4 @@
-"""Comparison of plain Megatron, its own best flags, and servers: a row for each change of
+"""Comparison of plain Megatron, Megatron's own best flags, and servers. Each row is a change of
 arguments."""
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from byteps.forecast.training import FEW_BITS, WIRE_BYTES, Kind, Training
 from byteps.routing import Flow, Hosts, Network
 
 ENOUGH = 1.03
-"""A shorter change of arguments is advised if its time is within this factor of the best."""
+"""Factor within which a row's time may exceed the best. The row with the shortest change of
+arguments is then advised."""
 WORTH_IT = 1.1
 """Least gain over plain Megatron at which servers are advised."""
 FP8_BYTES = 130 / 128
-"""Bytes per value in blocks of fp8 with a scale. Other projects send such gradients over NCCL."""
+"""Bytes per value in blocks of fp8 with a scale. Other projects send gradients in this form over
+NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,7 @@ class Row:
     plain: bool = False
     """Whether this is plain Megatron, without BytePS."""
     compared: bool = False
-    """Whether the row is only shown for comparison and never advised, because Megatron has no such
-    path."""
+    """Whether the row is only shown, and never advised, because Megatron has no such path."""
     wire: str | None = None
     """Type in which values travel to servers; None: the type in which they are reduced."""
     updated: bool = False
@@ -43,13 +44,13 @@ class Row:
     """Bytes of gradients over a host's NICs in the busier direction. With the optimizer on the
     servers, parameters are pulled at the same time, in the other direction."""
     parameters: float
-    """Bytes over the same NICs of the parameters that are gathered afterwards."""
+    """Bytes of the parameters that are gathered afterwards, over the same NICs."""
     server: float
     """Bytes over the NIC of a spare machine."""
     flow: Flow
     """Bytes that a host exchanges with servers."""
     through_servers: tuple[str, ...]
-    """Kinds of gradients (dense, expert) of which at least one bucket goes to servers."""
+    """Kinds of gradients ("dense", "expert") of which at least one bucket goes through servers."""
     push_seconds: float
     """Time of the push-pulls, in seconds."""
     limit: str = ""
@@ -59,26 +60,27 @@ class Row:
     seconds: float
     """Time of a step's communication in seconds, without overlap. If rates are unknown, bytes."""
     gain: float = 1.0
-    """Time of the best plain row divided by the time of this row."""
+    """Time of the best plain row divided by this row's time."""
     over_now: float = 1.0
-    """Time of plain Megatron with the job's present arguments divided by the time of this row."""
+    """Time of plain Megatron with the job's present arguments divided by this row's time."""
     refused: str = ""
     """Reason why the arguments are incompatible with those of the job; empty: they are
     compatible."""
     loses: bool = False
-    """Whether gradients are sent in fewer bits than in the user's job, and fewer than bf16 has."""
+    """Whether gradients travel in fewer bits than in the user's job, and in fewer than bf16 has."""
 
     def step_seconds(self, compute_s: float) -> float:
-        """Return the time of a step of one micro-batch that computes for `compute_s`. Megatron's
-        overlaps hide gradients behind the backward pass, two thirds of this time, and parameters
-        behind the forward pass."""
+        """Return the time of a step with one micro-batch, which computes for `compute_s`.
+        Megatron's overlaps hide gradients behind the backward pass, two thirds of `compute_s`, and
+        parameters behind the forward pass."""
         gradients = self.seconds - self.parameter_seconds
         exposed = max(0.0, gradients - 2 * compute_s / 3)
         return compute_s + exposed + max(0.0, self.parameter_seconds - compute_s / 3)
 
     @property
     def loss(self) -> str:
-        """Measured difference of the loss to that with bf16; empty: no bits are lost."""
+        """Measured difference between the loss of this row and that with bf16; empty: no bits are
+        lost."""
         if not (self.compared or self.wire in FEW_BITS):
             return ""
         return measured_loss(self.wire, updated=self.updated)
@@ -95,8 +97,8 @@ class Forecast:
     plain: Row
     """The fastest row of plain Megatron."""
     best: Row
-    """The recommended row. Of the rows that lose no more bits than the job or bf16, and are about
-    as fast as the fastest of these, it needs the shortest change of arguments."""
+    """The recommended row: the one with the shortest change of arguments, among rows that are about
+    as fast as the fastest. Rows that lose more bits than the job and bf16 do are left out."""
     few_bits: tuple[Row, ...]
     """The best row with int8 and the best row with int4, if they gain more than `best`."""
     micro_batch_s: float | None = None
@@ -114,15 +116,16 @@ class Forecast:
         return " ".join(self.typed(row.flags)) or f"plain {self.training.program.name}, as it is"
 
     def step_gain(self, row: Row) -> float:
-        """Return the gain of a whole step over a step of the best plain row. If the computing time
-        of a micro-batch is unknown, return the gain of the communication."""
+        """Return the gain of a whole step over the best plain row. If the computing time of a
+        micro-batch is unknown, return the gain of the communication."""
         if self.micro_batch_s is None:
             return row.gain
         compute = self.micro_batch_s
         return self.plain.step_seconds(compute) / row.step_seconds(compute)
 
     def changes(self, row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the words that a user adds, and the arguments that a user drops, to get a row.
+        """Return the words that a user must add, and the arguments that a user must drop, to get a
+        row.
 
         A plain row keeps ``--use-dpu-reduce``, because the flag leaves these buckets to NCCL
         anyway.
@@ -144,7 +147,7 @@ class Forecast:
 
     @property
     def _has(self) -> frozenset[str]:
-        # A flag that is in no row changes nothing, such as bf16 on the wire for 16-bit gradients.
+        # A flag that no row has changes nothing, such as bf16 on the wire for 16-bit gradients.
         return self.training.flags & {flag for row in self.rows for flag in row.flags}
 
 
@@ -155,8 +158,8 @@ def forecast(
 
     Args:
         training: the job's present arguments.
-        where: the machines; or the links and servers of a running job, which is assumed to have
-            enough cores.
+        where: the machines; or the links and servers of a running job, whose cores are assumed to
+            be enough.
         optimizer_refused: reason why servers cannot keep the job's optimizer; empty: they can.
     """
     candidates = _Rows(training, where)
@@ -215,7 +218,7 @@ def _chosen(forecast: Forecast) -> Forecast:
 
 
 def _shortest(forecast: Forecast, rows: Sequence[Row]) -> Row:
-    """Get the row with the shortest change among those that are about as fast as the fastest."""
+    """Return the row with the shortest change among those that are about as fast as the fastest."""
     limit = ENOUGH * min(row.seconds for row in rows)
 
     def change(row: Row) -> tuple[int, float]:
@@ -228,7 +231,7 @@ class _Rows:
     """Makes the rows of a job on its machines."""
 
     def __init__(self, training: Training, where: Machines | Network) -> None:
-        # `Hosts` caches its hash: groups may have thousands of members.
+        # `Hosts` caches its hash, because groups may have thousands of members.
         self._training = replace(
             training,
             kinds=tuple(
@@ -272,7 +275,8 @@ class _Rows:
         return replace(self._row(variant, flags, routing.COLLECTIVE), compared=True)
 
     def through_servers(self, base: Training, *flags: str) -> list[Row]:
-        """Make rows with the job's gradient dtype, with bf16 if smaller, and with few bits."""
+        """Return rows with the job's gradient dtype, with bf16 if that is smaller, and with few
+        bits."""
         rows = []
         for wire in ("bf16", *FEW_BITS):
             if WIRE_BYTES[wire] < base.gradient_bytes:
@@ -365,8 +369,8 @@ def add_rate_of(machines: Machines, wire: str | None) -> float:
 def _pieces(
     training: Training,
 ) -> list[tuple[Kind, tuple[int, ...], float, float, bool]]:
-    """Return for each group its kind, hosts, number of such groups, elements, and whether servers
-    update these elements."""
+    """Return a tuple for each group: its kind, its hosts, the number of such groups, the number of
+    elements, and whether servers update them."""
     pieces = []
     for kind in training.kinds:
         left = kind.left if training.updated else 0.0
@@ -399,7 +403,7 @@ def _wire_bytes(training: Training) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _gathered(hosts: tuple[int, ...], instances: int) -> float:
-    """Return the fraction of a group's parameters that leaves a host in their all-gather."""
+    """Return the fraction of a group's parameters that leaves a host when they are all-gathered."""
     shards = len(hosts) // instances
     within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
     return cost_model.reduce_scatters(within, 1.0).host

@@ -14,7 +14,8 @@ SHARDED, INSTANCES = "--use-distributed-optimizer", "--num-distributed-optimizer
 HALF = "--grad-reduce-in-bf16"
 PRESET = "--dpu-preset"
 OWN_HOSTS = f"{PRESET} own-hosts"
-"""Preset that stands for `USE`, `OPTIMIZER` and int8. An explicit `WIRE` overrides its int8."""
+"""Preset that stands for `USE`, `OPTIMIZER` and int8. A `WIRE` that the user gives overrides
+int8."""
 
 FEW_BITS = {"int8": 130 / 128, "int4": 66 / 128}
 """Bytes per value in blocks of 128 values with one scale of 16 bits."""
@@ -24,13 +25,14 @@ WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, **FEW_BITS}
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A training program, and the words with which users write the compared arguments."""
+    """Training program, and the words with which its users write the compared arguments."""
 
     name: str
     script: str
     """Placeholder for the user's script and its arguments."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that replace Megatron's arguments, by argument; empty for Megatron."""
+    """Environment variables that stand for Megatron's arguments, by argument; empty for
+    Megatron."""
 
     def typed(self, flags: Collection[str], *, on_hosts: bool) -> tuple[str, ...]:
         """Return the words that a user types for these arguments.
@@ -77,7 +79,8 @@ class Kind:
     elements: float
     """Number of gradient elements on each rank."""
     left: float = 0.0
-    """Number of elements that ranks update even if servers keep the optimizer: Muon's matrices."""
+    """Number of elements that ranks update even if servers keep the optimizer: the matrices of
+    Muon."""
 
     @property
     def most_hosts(self) -> int:
@@ -93,11 +96,10 @@ class Training:
     gradient_bytes: float = 4
     """Bytes per element in the type in which gradients are reduced."""
     wire: str | None = None
-    """Type in which gradients travel to servers, a key of WIRE_BYTES; None: that of the
-    reduction."""
+    """Type in which gradients travel to servers, a key of WIRE_BYTES; None: the type in which they
+    are reduced."""
     accepts: str | None = None
-    """Shortest type that the user accepts, a key of WIRE_BYTES; None: that of `wire`, or 16
-    bits."""
+    """Shortest type that the user accepts, a key of WIRE_BYTES; None: `wire`, or 16 bits."""
     parameter_bytes: int = 2
     """Bytes per parameter in the distributed optimizer's all-gather."""
     bf16: bool = True
@@ -105,8 +107,8 @@ class Training:
     sharded: bool = False
     """Whether the job uses the distributed optimizer."""
     can_shard: bool = False
-    """Whether the job could use the distributed optimizer: it uses Adam, and no wrapper that
-    shards."""
+    """Whether the job could use the distributed optimizer: it uses Adam, and its parameters are not
+    sharded otherwise."""
     instances: int = 1
     """Number of instances of the distributed optimizer."""
     updated: bool = False
@@ -114,10 +116,11 @@ class Training:
     used: bool = False
     """Whether the job has the flag `USE`."""
     by_layer: bool = False
-    """With the optimizer on the servers: whether ranks gather the parameters that they update."""
+    """With the optimizer on the servers: whether ranks also gather parameters, those that they
+    update."""
     program: Program = MEGATRON
     missing_overlaps: tuple[str, ...] = ()
-    """Megatron's flags that hide communication and that the job lacks."""
+    """Flags of Megatron that hide communication, and that the job lacks."""
 
     @property
     def flags(self) -> frozenset[str]:
@@ -140,7 +143,7 @@ class Training:
 
 @functools.lru_cache(maxsize=64)
 def instances_of_one_host(hosts: tuple[int, ...]) -> int | None:
-    """Return the number of a group's optimizer instances if each instance is a host with several
+    """Return how many optimizer instances a group has if each instance is one host with several
     ranks.
 
     None if this is impossible; 1 if the group is on a single host.
@@ -154,7 +157,7 @@ def instances_of_one_host(hosts: tuple[int, ...]) -> int | None:
 
 
 def instances_for_hosts(training: Training) -> int | None:
-    """Return the number of optimizer instances if each instance is a host.
+    """Return how many optimizer instances a job has if each instance is one host.
 
     None if the job has as many instances already, or if this is impossible.
     """

@@ -12,8 +12,8 @@ NOTHING = "no gradient crosses hosts: nothing to gain"
 
 
 def answer(forecast: Forecast) -> str:
-    """Recommend changes: a sentence for 16 bits or more, and a sentence for few bits if
-    they gain."""
+    """Return the recommended changes: a sentence for 16 bits or more, and a sentence for few bits
+    if they gain."""
     training = forecast.training
     if not training.crossing:
         return NOTHING
@@ -82,8 +82,8 @@ def rates_text(network: Network) -> str:
 
 
 def break_even(forecast: Forecast) -> str:
-    """Describe up to which computing time per step servers gain enough; if there is none, what
-    hides the communication already."""
+    """Describe up to which computing time per step servers gain enough. If they never do, describe
+    what already hides the communication."""
     rows = (forecast.best, *forecast.few_bits)
     row = next((row for row in rows if row.through_servers), None)
     if row is None or row.gain < WORTH_IT or not forecast.network.host_rate:
@@ -119,8 +119,8 @@ def _hidden(forecast: Forecast) -> str:
 
 
 def limit_text(forecast: Forecast, machines: Machines) -> str:
-    """Describe what keeps servers from gaining by few bits. Return an empty text if servers do
-    gain, or if the links are the limit."""
+    """Describe why servers do not gain by few bits. The text is empty if they do, or if the links
+    are the limit."""
     rows = [row for row in forecast.by_servers() if row.wire in FEW_BITS]
     if forecast.few_bits or forecast.best.through_servers or not rows:
         return ""
@@ -173,7 +173,7 @@ def table(forecast: Forecast) -> str:
                 note(forecast, row),
             )
         )
-    # The reason of a refused row may be long, so it does not count for the widths of columns.
+    # A refused row's reason may be long, so it does not count for the widths of columns.
     shown = [row for row in rows if row[2]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(rows[0]))]
     widths[0] = max(len(row[0]) for row in rows)

@@ -1,1 +1,1 @@
-"""Starting the processes a job needs in addition to its workers."""
+"""Starts the processes that a job needs in addition to its workers."""

@@ -1,4 +1,4 @@
-"""The address at which the other hosts of an embedded job reach this one."""
+"""Address at which the other hosts of an embedded job reach this host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from byteps.launcher.places import byteps_error
 
 LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that no host has (RFC 5737, RFC 3849), so packets to them would take the default
-route."""
+"""Addresses that no host has (RFC 5737, RFC 3849). Packets to them would take the default route."""
 
 
 def loopback() -> str:
-    """Return the loopback address: that of IPv4 if the host has IPv4, otherwise that of IPv6."""
+    """Return the loopback address: of IPv4 if the host has IPv4, otherwise of IPv6."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
@@ -33,12 +32,12 @@ def own_address(
 ) -> str:
     """Return the address of this host on the network of the job.
 
-    This is DMLC_NODE_HOST, or else the address of DMLC_INTERFACE. Without these it is the address
+    The address is DMLC_NODE_HOST, or else that of DMLC_INTERFACE. Without these it is the address
     of the interface that leads to MASTER_ADDR or, if that is not set, to torch.distributed's store.
-    On the host of MASTER_ADDR or the store this may be a loopback address: the hosts file maps the
-    host's own name to 127.0.1.1, or the launcher calls the host "localhost". This host then takes
-    the interface that leads to the other hosts. If the store is a file, this host takes the
-    interface of the default route, or else the address of its host name.
+    On the host of MASTER_ADDR or of the store, that may be a loopback address: the hosts file maps
+    the host's own name to 127.0.1.1, or the launcher calls the host "localhost". Then the interface
+    counts that leads to the other hosts. If the store is a file, the interface of the default route
+    counts, or else the address of the host name.
 
     Args:
         others: addresses of other hosts of the job; an address that its host does not know is

@@ -1,4 +1,4 @@
-"""Child processes of embedded mode: the start of one, and the end of several."""
+"""Child processes of embedded mode: starting one, and ending several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ LOG_LINES_SHOWN = 20
 _LOG_HEAD = re.compile(r"(?:\S+ )?(INFO|WARNING|ERROR|FATAL) \w+ \S+ \S+ \S+:\d+: ")
 
 _endings = threading.Condition()
-"""Notified whenever a child has ended. Held while a child is reaped or signalled."""
+"""Condition that is notified when a child has ended. It is held while a child is reaped or
+signalled."""
 
 
 def find_executable() -> str:
@@ -46,11 +47,11 @@ def find_executable() -> str:
 
 
 class Child:
-    """A process started here, with a log file of its own.
+    """Process that this process has started, with a log file of its own.
 
-    A thread of this object starts the process and waits for it. This thread must live as long as
-    the process: the kernel sends the parent-death signal when the *thread* that forked ends. A
-    child that a short-lived thread has started would die with the thread.
+    A thread of this object starts the process and waits for it. The thread lives as long as the
+    process, because the kernel sends the parent-death signal when the *thread* that forked ends. A
+    child of a short-lived thread would die with the thread.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Child:
         """
         Args:
             cores: cores on which the child may run; empty: the same as this process.
-            on_end: called in that thread, once the process has ended.
+            on_end: called in this object's thread once the process has ended.
             before: called in the new process before the command; not safe beside threads that
                 hold locks.
         """
@@ -89,7 +90,7 @@ class Child:
 
         threading.Thread(target=keep, name=f"byteps-{title}", daemon=True).start()
         try:
-            # The wait is ended by the thread, once it has tried to start; deadline: none.
+            # The wait is ended by the thread, after its attempt to start; deadline: none.
             self._process = started.result()
         except OSError as error:
             raise byteps_error(f"cannot start {title} ({command[0]}): {error}") from None
@@ -101,8 +102,8 @@ class Child:
         cores: Collection[int],
         before: Callable[[], object] | None,
     ) -> subprocess.Popen[bytes]:
-        with contextlib.suppress(OSError):  # cores that the machine has taken away
-            if cores:  # set for this thread; the process inherits them
+        with contextlib.suppress(OSError):  # the machine may have taken some of these cores away
+            if cores:  # set for this thread, so that the process inherits the cores
                 os.sched_setaffinity(0, cores)
         with self.log.open("wb") as log:
             return subprocess.Popen(
@@ -111,7 +112,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C must not reach the child: the ranks get it, leave, and so end the child.
+                # Ctrl-C must reach only the ranks. They leave, and so the child ends.
                 start_new_session=True,
                 preexec_fn=before,
             )
@@ -119,11 +120,11 @@ class Child:
     def _await_end(self, process: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with _endings:
-            # The wait is ended by waitid above: it has ended; deadline: none.
+            # The wait is ended by the end that waitid has seen; deadline: none.
             status = process.wait()
         if status != 0 and not self._is_expected:
-            # This is not print(), because at interpreter exit a daemon thread must not wait for
-            # stderr's lock.
+            # print() would wait for stderr's lock, which a daemon thread must not do at interpreter
+            # exit.
             with contextlib.suppress(OSError):
                 os.write(2, self._obituary(status).encode(errors="replace"))
         with _endings:
@@ -131,8 +132,8 @@ class Child:
             _endings.notify_all()
 
     def _obituary(self, status: int) -> str:
-        """Return a log line that says how the child ended, with its error if that is the last line
-        of its log."""
+        """Return a log line that says how the child ended. If the last line of its log is an error,
+        quote it."""
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         last = "".join(self.last_lines()[-1:])
         head = _LOG_HEAD.match(last)
@@ -157,12 +158,12 @@ class Child:
 
     @property
     def failed(self) -> bool:
-        """Whether the child has ended with another status than 0, and its end was not expected."""
+        """Whether the child has ended unexpectedly, with another status than 0."""
         return self.status not in (None, 0) and not self._is_expected
 
     def wait(self, deadline: float) -> bool:
-        """Wait until the child has ended, at most until `deadline` (a time.monotonic()); return
-        whether it has ended."""
+        """Wait until the child has ended, or until `deadline` (a time.monotonic()). Return whether
+        it has ended."""
         with _endings:
             # The wait is ended by the end of the child; deadline: the caller's.
             return _endings.wait_for(
@@ -170,11 +171,12 @@ class Child:
             )
 
     def expect_end(self) -> None:
-        """Do not count the end of the child as a failure from now on, whatever its exit status."""
+        """Make the end of the child count as no failure from now on, whatever its exit status."""
         self._is_expected = True
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal and expect the child to end; do nothing if it has ended already."""
+        """Send a signal, and expect the child to end. Does nothing if the child has ended
+        already."""
         with _endings:
             if self._process.returncode is None:
                 self._is_expected = True
@@ -182,7 +184,7 @@ class Child:
 
 
 def port_of(scheduler: Child, file: Path, deadline: float) -> int:
-    """Wait until a scheduler listens and has written its port to `file`; remove the file, return
+    """Wait until a scheduler listens and has written its port to `file`. Remove the file and return
     the port.
 
     Raises:
@@ -205,12 +207,12 @@ def port_of(scheduler: Child, file: Path, deadline: float) -> int:
 
 
 def end_all(children: Collection[Child], deadline: float, rest_s: float, grace_s: float) -> None:
-    """Wait until all children have ended, at most until `deadline` (a time.monotonic()), and at
-    most ``rest_s`` seconds after a child has failed. Send SIGTERM to the children that still run,
-    and SIGKILL ``grace_s`` seconds later."""
+    """Wait for the ends of all children, then end the rest. The wait lasts until `deadline` (a
+    time.monotonic()), or `rest_s` seconds after a child has failed. Children that still run get
+    SIGTERM, and SIGKILL `grace_s` seconds later."""
     try:
         _wait_all(children, deadline, rest_s)
-    finally:  # an interrupt ends the waiting, not the ending
+    finally:  # an interrupt ends the wait, but children are still ended
         for number in (signal.SIGTERM, signal.SIGKILL):
             left = [child for child in children if child.running]
             for child in left:
@@ -225,5 +227,6 @@ def _wait_all(children: Collection[Child], deadline: float, rest_s: float) -> No
             left = min([deadline, *failures]) - time.monotonic()
             if left <= 0:
                 return
-            # The wait is ended by the end of a child; deadline: the caller's, or of the rest.
+            # The wait is ended by the end of a child; deadline: the caller's, or `rest_s` after a
+            # failure.
             _endings.wait(min(left, threading.TIMEOUT_MAX))

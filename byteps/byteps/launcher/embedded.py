@@ -8,11 +8,11 @@ rank 0 makes unless BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. Rank 0 logs a li
 the cores and the memory that servers take. If other settings show that the user meant a cluster,
 nothing is started. ``bps.shutdown()`` calls :func:`leave` last, or :func:`stop` after a failure.
 
-Children serve the other ranks until these have left. No child outlives the rank that started it: at
-its end the rank's process waits for its children. With ``--die-with-parent`` the kernel ends a
-child even if its rank is killed. The other ranks are then told which rank was lost, and the
-children remove their logs, which say nothing else. Logs are kept if a child has failed by itself,
-if the job did not start, or if all processes are killed at once.
+Scheduler and servers serve the other ranks until these have left. No child outlives the rank that
+started it: a rank's process waits for its children before it ends. Even if a rank is killed,
+``--die-with-parent`` makes the kernel end its children. The other ranks then learn which rank was
+lost, and the children remove their logs, which say nothing else. Logs are kept if a child has
+failed by itself, if the job did not start, or if all processes are killed at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _left: list[EmbeddedNodes] = []
 jobs."""
 
 EndChildren = Callable[[list[tuple[str, int, str]], str, float, float], bool]
-"""``c_lib.end_children_at_exit``. Its arguments: title, process id and log of each child; the
-folder to remove; the longest wait, and the longest wait after a failure, in seconds."""
+"""The function ``c_lib.end_children_at_exit``. Its arguments: title, process id and log of each
+child; the folder to remove; the longest wait in seconds, and the longest wait after a failure."""
 
 
 def is_running() -> bool:
@@ -64,7 +64,7 @@ def start_if_needed(
         rank: rank of this process in the job.
         size: number of ranks of the job.
         store: store of torch.distributed; needed if the job has more than one rank.
-        of_torch: `rank` and `size` are those of torch.distributed, not of the environment.
+        of_torch: whether `rank` and `size` are those of torch.distributed, not of the environment.
         settings: settings of the started processes; they override the environment.
 
     Returns:
@@ -105,12 +105,12 @@ def start_if_needed(
 
 
 def demand_no_cluster(env: Mapping[str, str]) -> None:
-    """Raise BytePSError if the user probably forgot to name the scheduler, because variables that
-    only a cluster needs are set. DMLC_NUM_WORKER may be set instead of WORLD_SIZE."""
+    """Raise BytePSError if variables are set that only a cluster needs: the user has probably
+    forgotten to name the scheduler. DMLC_NUM_WORKER alone may be set instead of WORLD_SIZE."""
     names = ["DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"]
     if "WORLD_SIZE" in env:
         names.append("DMLC_NUM_WORKER")
-    if env.get("BYTEPS_REPLICA"):  # all replicas join one scheduler
+    if env.get("BYTEPS_REPLICA"):  # all replicas join one scheduler, so it must be named
         names.append("BYTEPS_REPLICA")
     given = [f"{name}={env[name]}" for name in names if name in env]
     if given:
@@ -123,8 +123,8 @@ def demand_no_cluster(env: Mapping[str, str]) -> None:
 
 
 def _warn_of_restarts(env: Mapping[str, str]) -> None:
-    """Warn if the launcher restarts ranks with a store that still has the addresses of the ended
-    ranks. Restarted ranks would fail in torch.distributed, before BytePS could report the cause."""
+    """Warn if the launcher restarts ranks with a store that still has the addresses of ended ranks.
+    Restarted ranks would fail in torch.distributed before BytePS could report the cause."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.warning(
@@ -137,17 +137,17 @@ def _warn_of_restarts(env: Mapping[str, str]) -> None:
 
 
 def expect_end() -> None:
-    """Record that this process has failed: the ends of processes of start_if_needed() do not count
-    as further failures."""
+    """Record that this process has failed. The ends of its children then count as no further
+    failures."""
     for child in [] if _current is None else _current.children:
         child.expect_end()
 
 
 def stop(*, keeps_logs: bool = False) -> None:
-    """End the processes that start_if_needed() has started, at once.
+    """End at once the processes that start_if_needed() has started.
 
     Args:
-        keeps_logs: the job did not start, and the logs may say why.
+        keeps_logs: whether to keep the logs. They may say why a job did not start.
     """
     global _current
     nodes, _current = _current, None
@@ -163,9 +163,9 @@ def stop(*, keeps_logs: bool = False) -> None:
 def leave() -> None:
     """Record that this rank has left the cluster without a failure.
 
-    Its scheduler and servers serve the other ranks, and end by themselves, with status 0, once all
-    workers have left. This process waits for them when it ends (`end_at_exit`, `end_left`), not
-    here, because another rank may wait for this rank.
+    The rank's scheduler and servers serve the other ranks, and end by themselves, with status 0,
+    when all workers have left. This process waits for them only at its own end (`end_at_exit`,
+    `end_left`): here, another rank may wait for this rank.
     """
     global _current
     nodes, _current = _current, None
@@ -181,11 +181,10 @@ def has_left() -> bool:
 
 
 def end_at_exit(end_children: EndChildren) -> bool:
-    """Arrange that the processes that this process has started end with it, once its exit status is
-    known.
+    """Arrange that this process's children end with it, once its exit status is known.
 
     Returns:
-        Whether this is arranged, or nothing runs. If not, call :func:`leave` and :func:`end_left`.
+        whether this is arranged, or nothing runs. If not, call :func:`leave` and :func:`end_left`.
     """
     for nodes in [*_left, *([] if _current is None else [_current])]:
         running = [(child.title, child.pid, str(child.log)) for child in nodes.running]
@@ -198,11 +197,12 @@ def end_at_exit(end_children: EndChildren) -> bool:
 
 
 def end_left(*, hurries: bool = False) -> None:
-    """At the end of this process, wait for scheduler and servers that other ranks still use, at
-    most BYTEPS_OP_TIMEOUT_S; then end them.
+    """At the end of this process, wait at most BYTEPS_OP_TIMEOUT_S for scheduler and servers that
+    other ranks still use. Then end them.
 
     Args:
-        hurries: wait only 5 s: the process ends by a failure, and other ranks may wait for its end.
+        hurries: wait only 5 s, because this process ends by a failure, and other ranks may wait for
+            its end.
     """
     patience = max(map(_leave_timeout_s, _left), default=0.0)
     deadline = time.monotonic() + (REST_S if hurries else patience)
@@ -211,6 +211,6 @@ def end_left(*, hurries: bool = False) -> None:
 
 
 def _leave_timeout_s(nodes: EmbeddedNodes) -> float:
-    with contextlib.suppress(RuntimeError):  # set to junk since init: no reason not to end
+    with contextlib.suppress(RuntimeError):  # The processes are ended even if a setting is invalid.
         return setting("BYTEPS_OP_TIMEOUT_S", float, nodes.settings)
     return USUAL_LEAVE_TIMEOUT_S

@@ -12,16 +12,16 @@ from byteps.launcher.child import Child, end_all, find_executable, port_of
 from byteps.launcher.host_servers import HostServers
 
 REST_S = 5.0
-"""Time, in seconds, for the other processes of a failed job to end by themselves."""
+"""Time in seconds that the other processes of a failed job have to end by themselves."""
 GRACE_S = 5.0
-"""Time, in seconds, for a process to end after a signal."""
+"""Time in seconds that a process has to end after a signal."""
 
 
 class EmbeddedNodes:
     """Scheduler and servers that this process has started for one job.
 
-    Their logs are in a folder, which is removed when the last process has ended. If a process has
-    failed, the folder is kept, because its logs have the reason.
+    Each process has a log in a common folder. The folder is removed when the last process has
+    ended. If a process has failed, the folder is kept, because its logs have the reason.
     """
 
     def __init__(self, rank: int, settings: Mapping[str, str] | None = None) -> None:
@@ -36,9 +36,9 @@ class EmbeddedNodes:
         self.is_left = False
         """Whether this rank has left the job without a failure. Other ranks may still be in it."""
         self.keeps_logs = False
-        """Whether logs stay even if no child has failed by itself."""
+        """Whether the logs are kept even if no child has failed by itself."""
         self.ends_at_exit = False
-        """Whether an exit handler of the C library ends the processes with this process."""
+        """Whether a C exit handler of this process ends the children."""
         self._rank, self._pid = rank, os.getpid()
         self._folder: Path | None = None
 
@@ -104,8 +104,8 @@ class EmbeddedNodes:
     def start_servers(self, servers: HostServers, ranks: int) -> None:
         """Start this host's servers. `ranks`: number of ranks on this host."""
         for number in range(servers.count):
-            # Local ranks of servers follow those of workers, so that each process has its own
-            # metrics port.
+            # Servers' local ranks follow those of workers, so that each process has a metrics port
+            # of its own.
             local = {"BYTEPS_LOCAL_RANK": str(ranks + number), "BYTEPS_LOCAL_SIZE": str(ranks)}
             environment = {**self.address, **servers.environment, **local}
             self.start(f"server {number}", "server", environment, cores=servers.cores)
@@ -117,8 +117,8 @@ class EmbeddedNodes:
         self._clean_up()
 
     def end(self, deadline: float) -> None:
-        """Wait until all nodes have ended, at most until `deadline` (a time.monotonic()), and at
-        most REST_S after a failure; then end the others."""
+        """Wait until all nodes have ended, or until `deadline` (a time.monotonic()), or REST_S
+        after a failure. Then end the others."""
         try:
             end_all(self.running, deadline, REST_S, GRACE_S)
         finally:

@@ -16,11 +16,13 @@ from byteps.forecast.training import FEW_BITS
 from byteps.launcher.places import setting
 
 UNKNOWN_GBPS = 40.0
-"""Assumed rate if the kernel reports none. The default of BYTEPS_CONNECTIONS assumes the same."""
+"""Assumed rate of a NIC for which the kernel reports none. The default of BYTEPS_CONNECTIONS
+assumes the same."""
 LEAST_ADDING = 4
 MOST_IO, MOST_ADDING, MOST_SERVERS = 64, 256, 8
 CLOSE = 0.1
-"""Largest relative deviation of a host's number of servers from its share of all NICs' rates."""
+"""Largest relative difference between a host's number of servers and its share by the NICs'
+rates."""
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 Means = Mapping[str, Any]
@@ -79,14 +81,14 @@ def _quota() -> float | None:
             file = _CGROUPS / group.relative_to("/") / "cpu.max"
             limit, period = file.read_text(encoding="ascii").split()
             limits.append(int(limit) / int(period))
-        except (OSError, ValueError):  # no such group here, or no limit ("max")
+        except (OSError, ValueError):  # no such group, or no limit ("max")
             continue
     return min(limits, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostServers:
-    """Server processes of a host. Each uses all NICs, with threads on the NUMA nodes of the
+    """Server processes of a host. Each server uses all NICs, with threads on the NUMA nodes of the
     NICs."""
 
     count: int
@@ -95,8 +97,8 @@ class HostServers:
     adding_threads: int
     """Threads per server that add."""
     cores: Sequence[int]
-    """Cores on which the servers run: those on the NUMA nodes of the NICs, if the job may use
-    enough of these."""
+    """Cores on which the servers run: those on the NICs' NUMA nodes, if the job may use enough of
+    them."""
     cores_in_all: int
     """Number of cores that the job may use at a time."""
 

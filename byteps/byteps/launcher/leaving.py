@@ -2,11 +2,11 @@
 
     python -m byteps.launcher.leaving TORCHRUN_ARGUMENTS
 
-torchrun restarts ranks that end with another status than 0, even on a machine that is about to be
-reclaimed. So here the ranks of a replica that has left end with status 0, and this program ends
-with 143. A launcher can thus tell a replica that has left from a finished job. This program also
-ends with 143 if torchrun was told to end, and with 130 after Ctrl-C, once its ranks have ended. In
-all other cases it does the same as torchrun.
+A rank leaves when it is told to end, for example because its machine is about to be reclaimed.
+torchrun would restart ranks that end with another status than 0. So ranks of a replica that has
+left end with status 0, and this program ends with 143: a launcher can tell a replica that has left
+from a finished job. This program also ends with 143 if torchrun was told to end, and with 130 after
+Ctrl-C, once its ranks have ended. In all other cases it behaves like torchrun.
 """
 
 from __future__ import annotations

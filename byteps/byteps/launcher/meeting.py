@@ -1,8 +1,8 @@
-"""Agreement on keys of torch.distributed's store that no process has used before.
+"""Agreement of ranks on keys in torch.distributed's store that no process has used before.
 
-torchrun gives a restarted job the same store, so restarted ranks find keys that the earlier
-processes have written. TORCHELASTIC_RESTART_COUNT does not distinguish the restarts, because each
-host's agent counts its own. So ranks first agree on a random key, which no earlier process knows:
+torchrun gives a restarted job the same store, so restarted ranks find keys that earlier processes
+have written. TORCHELASTIC_RESTART_COUNT cannot tell restarts apart, because each host's agent
+counts its own. So ranks first agree on a random key, which no earlier process knows:
 
 1. Each member writes a random number, its nonce, under a fixed key.
 2. The first member answers every nonce that it finds: it writes the random key under a key named by
@@ -22,7 +22,8 @@ from typing import Protocol
 
 FIRST_LOOK_S = 0.001
 LAST_LOOK_S = 0.1
-"""Shortest and longest pause, in seconds, between two looks of the first member for nonces."""
+"""Shortest and longest pause, in seconds, between two looks of the first member for other members'
+nonces."""
 
 
 class Store(Protocol):
@@ -78,7 +79,7 @@ def tell(store: Store, name: str, member: int, text: str, deadline: float) -> st
 
 
 def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, list[str]]:
-    """Meet as the first member; return the prefix and the texts of the other members. See
+    """Meet as the first member. Return the prefix, and the texts of the other members. See
     `meet`."""
     meeting = f"byteps/{name}"
     prefix = f"{meeting}/{secrets.token_hex(8)}"
@@ -91,7 +92,7 @@ def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, li
         before, unseen = unseen, []
         for key in before:
             (seen if store.check([key]) else unseen).append(key)
-        # An answer to a nonce of an ended process does no harm, because nobody reads it.
+        # Answers to nonces of ended processes do no harm, because nobody reads them.
         for nonce in set(store.multi_get(seen) if seen else ()) - answered:
             store.set(f"{meeting}/answer/{nonce.decode()}", prefix)
             answered.add(nonce)
@@ -106,17 +107,17 @@ def gather(store: Store, name: str, size: int, deadline: float) -> tuple[str, li
 
 
 def wait_for(store: Store, keys: list[str], deadline: float) -> bool:
-    """Wait until all keys exist, at most until `deadline` (a time.monotonic()); return whether they
-    do.
+    """Wait until all keys exist, or until `deadline` (a time.monotonic()). Return whether they
+    exist.
 
     Raises:
         RuntimeError: the store failed.
     """
     left = max(0.001, deadline - time.monotonic())
     try:
-        # The wait is ended by the keys; deadline: the caller's.
+        # The wait is ended by the keys' arrival; deadline: the caller's.
         store.wait(keys, timedelta(seconds=left))
-    except RuntimeError:  # DistStoreError is one
+    except RuntimeError:  # DistStoreError is a RuntimeError
         if time.monotonic() >= deadline - 0.05:
             return False
         raise

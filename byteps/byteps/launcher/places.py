@@ -25,8 +25,8 @@ def place_settings(rank: int, size: int, local_rank: int, local_size: int) -> di
 
 
 def byteps_error(text: str) -> RuntimeError:
-    """Return a BytePSError. It is imported here, because this module also loads without the
-    engine."""
+    """Return a BytePSError. Its class is imported here, because this module must also load without
+    the engine."""
     from byteps.torch import BytePSError
 
     return BytePSError(text)
@@ -35,7 +35,8 @@ def byteps_error(text: str) -> RuntimeError:
 def setting[T: (bool, float, int, str)](
     name: str, kind: type[T], given: Mapping[str, str] | None = None
 ) -> T:
-    """See `byteps.torch.figures.setting`; this module also loads without the engine."""
+    """Do the same as `byteps.torch.figures.setting`. This module must also load without the
+    engine."""
     from byteps.torch import figures
 
     return figures.setting(name, kind, given)
@@ -45,7 +46,7 @@ def host_name() -> str:
     """Return a name that identifies this host: BYTEPS_HOST_ID, or the host name and the kernel's
     boot id.
 
-    Ranks with the same name are assumed to share a NIC and to reach each other without it.
+    Ranks with the same name are assumed to share a NIC, and to reach each other without it.
     """
     if given := setting("BYTEPS_HOST_ID", str):
         return given
@@ -53,7 +54,7 @@ def host_name() -> str:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
-    # This is not platform.node(), whose cached value a forked process would have from its parent.
+    # platform.node() would return a cached value, which a forked process has from its parent.
     return f"{os.uname().nodename} {boot}".strip()
 
 
@@ -65,11 +66,11 @@ class LocalPlace:
     local: tuple[int, int] | None
     """Local rank and size, if the launcher has set both."""
     is_named: bool
-    """Whether BYTEPS_LOCAL_RANK or BYTEPS_LOCAL_SIZE is set: their values are never replaced."""
+    """Whether BYTEPS_LOCAL_RANK or BYTEPS_LOCAL_SIZE is set. Their values are never replaced."""
 
     @classmethod
     def own(cls, env: Mapping[str, str], host: str) -> LocalPlace:
-        """Return this process's message. Its variables were validated before."""
+        """Return this process's message. The caller has validated the variables."""
         named = any(name in env for name in _OURS)
         rank, size = (_first_of(env, name, named) for name in ("LOCAL_RANK", "LOCAL_SIZE"))
         local = (rank, size) if rank is not None and size is not None and rank < size else None
@@ -92,9 +93,9 @@ def find_locals(places: Sequence[LocalPlace]) -> list[tuple[int, int]]:
     """Return the local rank and the local size of each rank.
 
     The launcher's values are kept if all ranks have them, and no two ranks of a host have the same.
-    Otherwise ranks with the same host name are counted. This is necessary without a launcher, and
-    for Ray's launchers, which tell each rank that it is alone on its host. Wrong values would make
-    metrics ports collide, and each rank would claim all cores and NICs of its host.
+    Otherwise the ranks with the same host name are counted, as without a launcher. Ray's launchers
+    need this, too: they tell each rank that it is alone on its host. With wrong values, ports of
+    metrics would collide, and each rank would claim all cores and NICs of its host.
     """
     local_ranks = [(rank.host, rank.local) for rank in places]
     trusts_launcher = any(rank.is_named for rank in places) or (

@@ -24,7 +24,7 @@ from byteps.launcher.meeting import AbsentError, Store, gather, tell, wait_for
 from byteps.launcher.places import LocalPlace, byteps_error, find_locals, place_settings, setting
 
 GRACE_S = 2.0
-"""Time, in seconds, for which other ranks wait longer than rank 0, so that they get its error."""
+"""Time in seconds that other ranks wait longer than rank 0, so that they get its error."""
 
 Message = dict[str, Any]
 """Message between ranks. It has only plain types, because it travels as JSON."""
@@ -47,7 +47,8 @@ class Start:
     ) -> None:
         """
         Args:
-            nodes: object that starts the processes and owns them; None: the job joins a cluster.
+            nodes: object that starts and owns the processes; None: the job joins a cluster, and
+                starts none.
         """
         self._timeout_s = setting("BYTEPS_START_TIMEOUT_S", float)
         self._deadline = time.monotonic() + self._timeout_s
@@ -83,7 +84,7 @@ class Start:
             return ask(self._store, own_message)
         except BytePSError:
             raise
-        except RuntimeError as error:  # torch's DistStoreError is one
+        except RuntimeError as error:  # torch's DistStoreError is a RuntimeError
             raise byteps_error(f"BytePS: torch.distributed's store failed: {error}") from error
 
     def _answer_all(self, store: Store, own_message: Message) -> Message:
@@ -130,7 +131,7 @@ class Start:
         if self._nodes is None:
             return {}
         address = ""
-        with contextlib.suppress(RuntimeError):  # told where it is needed
+        with contextlib.suppress(RuntimeError):  # raised again where the address is needed
             address = own_address(os.environ, self._store)
         try:
             find_executable()
@@ -139,8 +140,8 @@ class Start:
             return {"problem": str(error)}
 
     def answers(self, messages: list[Message]) -> list[Message]:
-        """On rank 0, start the scheduler if needed; return the answer for each rank. `messages`:
-        the ranks' messages, in the order of ranks."""
+        """On rank 0, start the scheduler if needed, and return the answer for each rank.
+        `messages`: the ranks' messages, in the order of ranks."""
         for rank, message in enumerate(messages):
             if message["problem"]:
                 raise byteps_error(f"embedded mode, rank {rank}: {message['problem']}")
@@ -173,7 +174,7 @@ class Start:
     def _start_scheduler(
         self, nodes: EmbeddedNodes, host: str, hosts: list[HostServers]
     ) -> dict[str, str]:
-        """Start the scheduler and print a line about it; return the settings with which nodes join
+        """Start the scheduler and print a line about it. Return the settings with which nodes join
         it."""
         servers = sum(host.count for host in hosts)
         address = {
@@ -195,7 +196,7 @@ class Start:
 
 
 def demand_one_secret(messages: list[Message]) -> None:
-    """Raises BytePSError unless all ranks have told the same `secret_mark`."""
+    """Raise BytePSError unless all ranks have sent the same `secret_mark`."""
     if others := [
         rank for rank, message in enumerate(messages) if message["secret"] != messages[0]["secret"]
     ]:
@@ -207,8 +208,7 @@ def demand_one_secret(messages: list[Message]) -> None:
 
 
 def secret_mark() -> str:
-    """Return a text that is equal on ranks with the same secret, and empty on a rank
-    without one."""
+    """Return a text that is equal on ranks with the same secret, and empty without a secret."""
     if not setting("BYTEPS_AUTH", bool):
         return "BYTEPS_AUTH=0"
     secret = setting("BYTEPS_SECRET", str)

@@ -1,4 +1,4 @@
-// The part of ps-lite's Postoffice that a job needs: starts and stops the van of this process's
+// The part of ps-lite's Postoffice that a job needs: it starts and stops the van of this process's
 // role.
 #include "byteps/net/net_settings.h"
 #include "ps/base.h"
@@ -8,7 +8,7 @@ namespace ps {
 
 void Postoffice::Start(const NetSettings& settings, int customer_id) {
   using byteps::core::Role;
-  // Finalize has stopped the last job's van.
+  // Finalize has already stopped the last job's van.
   van_.reset(Van::Create(settings));
   num_workers_ = settings.van.membership.workers;
   num_servers_ = settings.van.membership.servers;
@@ -19,7 +19,7 @@ void Postoffice::Start(const NetSettings& settings, int customer_id) {
   try {
     van_->Start(customer_id, false);
   } catch (...) {
-    // The parts that have started are stopped, so that the caller may try again.
+    // Stops the parts that have started, so that the caller may try again.
     Finalize(customer_id, false);
     throw;
   }

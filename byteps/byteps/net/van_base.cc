@@ -1,4 +1,4 @@
-// The common part of vans: joining a job, the receiving thread, the end.
+// Common part of all vans: it joins a job, runs the receiving thread, and ends.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -30,8 +30,8 @@ const int Meta::kEmpty = std::numeric_limits<int>::max();
 
 namespace {
 
-// Logs one warning if a name leads other machines to themselves: Debian's /etc/hosts maps a
-// machine's own name to 127.0.1.1. `remedy`: advice for the user.
+// Logs one warning if other machines that look up this name would find themselves: Debian's
+// /etc/hosts maps a machine's own name to 127.0.1.1. `remedy`: advice for the user.
 void WarnOfLoopback(const std::string& name, const std::string& remedy) {
   static std::atomic<bool> warned{false};
   if (IsNumeric(name) || name.find("localhost") != std::string::npos) return;
@@ -43,7 +43,7 @@ void WarnOfLoopback(const std::string& name, const std::string& remedy) {
                    << " here: nodes on other machines cannot reach this one; " << remedy;
 }
 
-// Returns the address at which this node listens, or which it announces.
+// Returns the address at which this node listens. A node that does not listen announces it.
 std::string OwnAddress(const VanSettings& settings, const Node& scheduler, bool listens) {
   if (!settings.host.empty()) return settings.host;
   if (!settings.interface.empty()) return AddressOfInterface(settings.interface);
@@ -132,9 +132,9 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   const MembershipSettings& membership = settings().membership;
   membership_ = Membership::Make(links_.get(), membership, post->handlers().on_event);
   if (post->handlers().on_van) post->handlers().on_van(post->shared_van());
-  // A name may not resolve yet, or may still resolve to an old address.
+  // The name may not resolve yet, or may still resolve to an old address.
   const int port = AwaitHost(membership.start_timeout_s, [&] { return Bind(self, 0); });
-  self = node();  // a transport may have a more precise address
+  self = node();  // a transport may know a more precise address
   self.port = port;
   SetNode(self);
   if (is_scheduler_) {
@@ -167,7 +167,7 @@ void Van::Stop() {
     receiver_thread_->join();
     receiver_thread_.reset();
   }
-  // Membership and node stay, because threads may still ask for names.
+  // The membership and the node stay, because threads may still ask for names.
 }
 
 int Van::Send(Message& msg) {
@@ -192,7 +192,8 @@ void Van::Receiving() {
     Message msg;
     try {
       RecvMsg(&msg);
-      // The van's own TERMINATE has no sender; a peer's must not end this thread.
+      // Only the van's own TERMINATE, which has no sender, may end this thread. A peer's TERMINATE
+      // must not.
       if (msg.meta.control.cmd == Control::TERMINATE && msg.meta.sender == Meta::kEmpty) return;
       if (Postoffice::Get()->verbose() >= 2) {
         PS_VLOG(2) << GetType() << "\treceived: " << msg.DebugString();
@@ -203,7 +204,7 @@ void Van::Receiving() {
         membership_->Handle(msg);
       }
     } catch (const std::exception& e) {
-      // Only the sender's connection is dropped; the other nodes are unaffected.
+      // Only the sender's connection is dropped. Other nodes are unaffected.
       BPS_LOG(WARNING) << "a message of node " << msg.meta.sender
                        << " could not be handled: " << e.what();
       Disconnect(msg.meta.sender);

@@ -61,7 +61,7 @@ HttpAnswer Refusal(int status, const std::string& text) {
   return answer;
 }
 
-// Answers a request with this first line: METHOD SP TARGET SP HTTP/1.x.
+// Answers a request whose first line is `line`: METHOD SP TARGET SP HTTP/1.x.
 HttpAnswer AnswerTo(const std::string& line, const HttpServer::Handler& handler) {
   const size_t first = line.find(' '), last = line.rfind(' ');
   if (first == std::string::npos || first == last || line.compare(last + 1, 7, "HTTP/1.") != 0) {
@@ -104,7 +104,8 @@ class HttpConnection : public ps::tcp::PendingPeer,
     pending_->Remove(this);
   }
   void ResetOnEnd() override { ps::tcp::ResetOnClose(fd_.get()); }
-  // Returns false: answered connections are closed first, but this client may still be reading.
+  // Returns false, because answered connections are closed first, and this client may still be
+  // reading.
   bool answered() const override { return false; }
 
   bool OnReady(uint32_t events) override {

@@ -319,8 +319,8 @@ const char* TypeOf(Metric::Kind kind) {
   return kind == Metric::kGauge ? "gauge" : "histogram";
 }
 
-// Returns the address at which other nodes reach this process. "": there is none; starting the
-// transport then fails with a better error. Throws UnknownHost.
+// Returns the address at which other nodes reach this process. Returns "" if there is none:
+// starting the transport then fails with a better error. Throws UnknownHost.
 std::string OwnHost(const Config& config) try {
   if (const std::string& host = config.String("DMLC_NODE_HOST"); !host.empty()) return host;
   if (const std::string& name = config.String("DMLC_INTERFACE"); !name.empty()) {

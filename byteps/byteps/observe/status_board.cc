@@ -88,7 +88,7 @@ std::string Bytes(double bytes) {
   return Format(unit == 0 || bytes >= 99.95 ? "%.0f %s" : "%.1f %s", bytes, kUnits[unit]);
 }
 
-// Replaces control characters and line ends, on which a terminal would act.
+// Replaces control characters and line ends, because a terminal would act on them.
 std::string Printable(const std::string& text) {
   std::string out;
   for (const char c : text) {
@@ -145,7 +145,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   entry.busy = rate(before.busy_ns, record.busy_ns) * 1e-9;
   entry.nics.clear();
   for (const ps::NicReading& now : record.nics) {
-    // The counters stay zero for a NIC without earlier traffic.
+    // A NIC without earlier traffic has no earlier reading: the counters then start at zero.
     ps::NicReading then;
     for (const ps::NicReading& one : before.nics) {
       if (one.nic == now.nic) then = one;
@@ -243,7 +243,7 @@ std::string JsonOf(const ps::ReplicaView& replicas) {
       .Done();
 }
 
-// Returns "replicas: 0 present, 1 away (epoch 5)".
+// Returns text such as "replicas: 0 present, 1 away (epoch 5)".
 std::string TextOf(const ps::ReplicaView& replicas) {
   std::string text;
   for (int i = 0; i < replicas.count(); ++i) {

@@ -203,7 +203,8 @@ refresh();
 
 namespace {
 
-// Restricts the page in the browser: it may run its own script and request from this server only.
+// Restricts the page in the browser: the page may run its own script, and may send requests to this
+// server only.
 constexpr char kHeaders[] =
     "Cache-Control: no-store\r\n"
     "Content-Security-Policy: default-src 'self'; style-src 'unsafe-inline'; "

@@ -18,7 +18,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Time without additions after which the last round is complete.
+// Time after the last addition until the last round counts as complete.
 constexpr auto kQuiet = std::chrono::seconds(1);
 
 int64_t RealMinusSteady() {
@@ -40,7 +40,7 @@ int64_t RealMinusSteady() {
 // Writes the events of a process. Times are SteadyNs.
 class EventWriter {
  public:
-  // Process numbers are unique in a job, for the viewer.
+  // The viewer needs process numbers that are unique in a job.
   EventWriter(Role role, int rank, int64_t real_minus_steady)
       : process_(std::to_string((role == Role::kServer ? 1000001 : 1) + rank)),
         real_minus_steady_(real_minus_steady) {}
@@ -104,13 +104,14 @@ std::string Arguments(const TracedPartition& p, bool failed) {
          (failed ? ",\"failed\":true}" : "}");
 }
 
-// Returns the number of a partition's arrow, which is the same in the files of worker and server.
+// Returns the number of a partition's arrow. The files of the worker and of the server have the
+// same number.
 uint64_t ArrowNumber(const TracedPartition& p) {
   const uint64_t parts[] = {p.key, p.round, static_cast<uint64_t>(p.worker)};
   return HashBytes(parts, sizeof(parts), 0);
 }
 
-// Renames at the end: readers see the whole file or none.
+// Writes to a temporary file and renames it at the end, so that readers see the whole file or none.
 bool WriteFile(const std::string& path, const std::string& text) {
   const std::string part = path + ".part";
   std::ofstream out(part, std::ios::binary);
@@ -231,7 +232,7 @@ std::string Tracer::Json() const {
     events.Slice(s.name, s.thread, s.begin, s.end, Arguments(s.partition, false));
     if (s.arrow == TraceArrow::kNone) continue;
     // The arrow starts at the slice's begin. Readers round times (a double has a resolution of 0.25
-    // us here), and could find a later time outside of a short slice.
+    // us here), and could take a later time to be outside of a short slice.
     events.Arrow(s.arrow, s.thread, s.begin, ArrowNumber(s.partition));
   }
   return "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_partitions\":" +
@@ -264,7 +265,7 @@ void Tracer::End() {
 }
 
 void Tracer::Write() {
-  static int written_before = 0;  // by this process; its jobs end one after another
+  static int written_before = 0;  // counts over this process's jobs, which run one after another
   const size_t recorded = rows_.size() + slices_.size() + dropped_;
   if (!path_.empty() && in_file_ == recorded) return;
   if (path_.empty()) {

@@ -26,7 +26,7 @@ class Hunk:
 
     def places(self, lines: list[bytes]) -> list[int]:
         """Return the numbers of lines, from 1, at which a file has the lines that this hunk
-        expects. If the expected place is among them, return only that."""
+        expects. If the expected place is one of them, return only that."""
         size = len(self.before)
         firsts = range(len(lines) - size + 1)
         places = [first + 1 for first in firsts if lines[first : first + size] == self.before]
@@ -71,7 +71,7 @@ def read_patch(patch: Path) -> dict[str, list[Hunk]]:
             last: list[list[bytes]] = []
             while lines:
                 mark = lines[0][:1]
-                if mark == b"\\":  # the line before has no end
+                if mark == b"\\":  # the previous line has no line end
                     for side in last:
                         side[-1] = side[-1].removesuffix(b"\n")
                 elif mark in sides and [len(before), len(after)] != wanted:
@@ -97,7 +97,7 @@ class Trial:
 
     upstream: Upstream
     base: Callable[[str], Path]
-    """Function that returns the file with the content that a path has before the series."""
+    """Function that returns, for a path, the file with its content before the series."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Contents of the files that the patches touch, after the patches."""
     count: int = 0

@@ -17,7 +17,7 @@ JUNK = (
 )  # fmt: skip
 """Files that editors, interpreters and tools leave in an overlay folder."""
 SHOWN = 12
-"""Number of failures or files that a message lists; it only counts the others."""
+"""Number of failures or files that a message lists. The message only counts further ones."""
 
 
 class PatchError(Exception):
@@ -88,7 +88,7 @@ class Upstream:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def overlay_files(self) -> dict[str, Path]:
-        """Return the overlay's files by their path in the tree, sorted, without junk and
+        """Return the overlay's files by their path in the patched tree, sorted, without junk and
         README.md."""
         files: dict[str, Path] = {}
         for folder, subfolders, names in os.walk(self.overlay):
@@ -148,7 +148,7 @@ class Series:
     """Patches of that other series, which are applied first."""
     own: list[Path] = field(default_factory=list)
     instead: dict[str, Path] = field(default_factory=dict)
-    """Patches of this folder that replace a shared patch, by the common file name."""
+    """Patches of this folder that replace a shared patch of the same file name, by that name."""
 
     @property
     def patches(self) -> list[Path]:
@@ -190,8 +190,8 @@ def read_series(upstream: Upstream, folder: Path | None = None) -> Series:
 
 
 def part_of(upstream: Upstream, patch: Path) -> str | None:
-    """Return the part that a patch's message names; None: it names none. Raises PatchError if
-    upstream.lock has no such part."""
+    """Return the part that a patch's message names, or None. Raises PatchError if upstream.lock has
+    no such part."""
     message = patch.read_text(encoding="utf-8", errors="replace").split("\n---\n", 1)[0]
     named = re.findall(r"^Part: (.*)$", message, re.M)
     if len(named) > 1 or not set(named) <= set(upstream.parts):

@@ -1,4 +1,5 @@
-"""Applies the Megatron overlay and the series that fits to a user's Megatron, and undoes this."""
+"""Applies the Megatron overlay and the fitting series of patches to a user's Megatron, and undoes
+this."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def installed() -> Path:
 class Target:
     """A Megatron that can be patched: a checkout, a plain folder, or an installed package.
 
-    Whether files are patched is read from the files themselves. `apply` writes a record with the
-    original files, and with hashes to compare with.
+    The files themselves say whether they are patched. `apply` writes a record with the original
+    files, and with hashes to compare with.
     """
 
     root: Path
@@ -80,7 +81,7 @@ class Target:
     def states(self, record: dict[str, Any]) -> dict[str, list[str]]:
         """Return the files of a record by their present state.
 
-        A file is PLAIN if it has no lines of ours, because git or pip has replaced it.
+        A file is PLAIN if it has none of the patches' lines, because git or pip has replaced it.
         """
         paths: dict[str, list[str]] = {PATCHED: [], PLAIN: [], EDITED: []}
         for path, was in record.get("files", {}).items():
@@ -100,8 +101,8 @@ class Target:
         """Apply the overlay and the series that fits: all files or none.
 
         Uses the first series of which every hunk fits exactly. Series that were tested with this
-        version are tried first, then the newest. If another version of the patches is applied,
-        starts from the original files. Optional parts are left out unless `parts` names them.
+        version are tried first, then the newest. If another version of the patches is applied, the
+        original files are restored first. Optional parts are left out unless `parts` names them.
         Raises PatchError, and changes nothing, if no series fits, a patched file was edited, or a
         file has the path of an overlay file.
         """
@@ -189,7 +190,7 @@ class Target:
         say(f"{self.root}: undone; {len(back)} files are as they were{rest}")
 
     def status(self) -> bool:
-        """Print the state of the files; return whether they are patched by this version of
+        """Print the state of the files. Return whether they are patched by this version of
         byteps."""
         record, about = writing.load(self.root), f"{self.root}: Megatron-LM {self.version}"
         if writing.is_interrupted(self.root):
@@ -224,7 +225,7 @@ class Target:
         return record.get("fingerprint") in {upstream.fingerprint() for upstream in self.upstreams}
 
     def _applied_elsewhere(self) -> Upstream | None:
-        """Return the upstream whose series is applied although there is no record, as in a clone;
+        """Return the upstream whose series is applied, if there is no record of it, as in a clone;
         or None."""
         for upstream in self.upstreams[::-1]:
             for parts in (list(upstream.parts), []):

@@ -1,8 +1,8 @@
 """Changes several files of a folder: all of them or none.
 
-The new files and the old files are complete on the disk before a journal is written. Then files are
-renamed to their places. If an error occurs, the old files are restored. If the process was killed,
-`recover` restores them. The files of the record change in the same way as all others.
+The new files and the old files are completely on the disk before a journal is written. Then the
+files are renamed to their places. After an error, the old files are restored. If the process was
+killed, `recover` restores them. The files of the record change in the same way.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from byteps.patching.series import PatchError, is_junk
 
 RECORD = ".megatron-byteps"
-"""Subfolder of the changed folder, with the record of the change and the originals of the patched
-files."""
+"""Subfolder of the changed folder. It has the record of the change, and the originals of the
+patched files."""
 _STAGED, _APPLIED, _JOURNAL = f"{RECORD}.new", f"{RECORD}/applied.json", "journal.json"
 
 
@@ -71,7 +71,7 @@ def change(
     if record is None:
         shutil.rmtree(root / RECORD, ignore_errors=True)
     for folder in (root / path for path in reversed(list(folders))):
-        # Remove the files of interpreters and editors together with the folder.
+        # The files of interpreters and editors are removed together with the folder.
         if folder.is_dir() and all(is_junk(entry.name) for entry in folder.iterdir()):
             shutil.rmtree(folder)
 
@@ -119,12 +119,12 @@ def recover(root: Path) -> None:
         return shutil.rmtree(staged, ignore_errors=True)
     for path, was_there in json.loads((staged / _JOURNAL).read_text()).items():
         old = staged / "old" / path
-        # A recovery that was killed has put some files back already.
+        # An earlier recovery that was killed has already put some files back.
         if old.exists():
             old.replace(root / path)
         elif not was_there and not (root / path).is_dir():
             (root / path).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the folders that are empty now
+            with contextlib.suppress(OSError):  # removes folders that are empty now
                 for folder in (root / path).parents:
                     folder.rmdir()
     shutil.rmtree(staged)
@@ -136,7 +136,7 @@ def _place(path: Path) -> Path:
 
 
 def _link(source: Path, copy: Path) -> None:
-    """Make a hard link to a file, which has the same mode, owner and times; or a copy, if the file
+    """Make a hard link to a file, with the same mode, owner and times. Make a copy if the file
     system has no hard links."""
     try:
         os.link(source, copy)

@@ -19,7 +19,7 @@ namespace core {
 namespace {
 
 constexpr int kBacklog = 16;
-constexpr double kAnswerTimeoutS = 1.0;  // for a client that does not read
+constexpr double kAnswerTimeoutS = 1.0;  // limit for a client that does not read
 
 sockaddr_un SocketAddress(const std::string& path) {
   sockaddr_un address;
@@ -51,7 +51,8 @@ int NewSocket() {
   return fd;
 }
 
-// Returns whether a process listens at `address`. A killed process leaves only the name.
+// Returns whether a process listens at `address`. After a process was killed, only the socket's
+// name is left.
 bool IsServed(const sockaddr_un& address) {
   const int fd = NewSocket();
   const bool served = Connect(fd, address);

@@ -20,13 +20,13 @@ namespace {
 using ps::MembershipEvent;
 using ps::Plural;
 
-// Limit of nodes named as they come, and as they leave, per generation.
+// Limit of nodes per generation that the log names as they come, and as they leave.
 constexpr int kNamed = 16;
 constexpr auto kPause = std::chrono::seconds(10);
-// Longest pause before the first worker comes: a cluster may wait for days.
+// Longest pause between lines before the first worker comes: a cluster may wait for days.
 constexpr auto kLongestPause = std::chrono::minutes(10);
 
-// Returns "3 of 4 workers".
+// Returns text such as "3 of 4 workers".
 std::string OfAll(int n, int all, const char* noun) {
   return all < 0 ? Plural(n, noun) : std::to_string(n) + " of " + Plural(all, noun);
 }
@@ -69,7 +69,7 @@ void JobLog::SayListens(const std::string& address) {
 void JobLog::OnEvent(const MembershipEvent& event) {
   ps::MutexLock lock(&mu_);
   switch (event.kind) {
-    case MembershipEvent::kListens:  // comes again with each attempt to get a place
+    case MembershipEvent::kListens:  // the event repeats with each attempt to get a rank
       if (!std::exchange(said_listens_, true)) SayListens(PlaceOf(event.node));
       return;
     case MembershipEvent::kWelcomed:
@@ -177,7 +177,7 @@ JobLog::Clock::time_point JobLog::Look(const ps::JobView& view, Clock::time_poin
                         : view.missing)
                 << "; " << OfAll(servers, view.servers, "server") << " and "
                 << OfAll(workers, view.workers, "worker") << " are here" << more;
-  // Once the first worker has come, the others have BYTEPS_START_TIMEOUT_S to come.
+  // Once the first worker has come, the other workers have BYTEPS_START_TIMEOUT_S to come.
   pause_ =
       workers > 0 ? Clock::duration(kPause) : std::min<Clock::duration>(pause_ * 2, kLongestPause);
   return next_ = now + pause_;

@@ -100,7 +100,8 @@ void CheckAddress(const Config& config, Role role) {
   for (const char* name :
        {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
     const bool workers = strcmp(name, "DMLC_NUM_WORKER") == 0;
-    // A kept cluster accepts any number of workers. A worker may get the number from its launcher.
+    // A kept cluster accepts any number of workers, and a worker may get the number from its
+    // launcher. So neither needs the variable.
     if (workers && (config.Bool("BYTEPS_KEEP") || role == Role::kWorker)) continue;
     if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
   }
@@ -119,7 +120,7 @@ void WarnOfUnknownVariables() {
 
 namespace {
 
-// Reports the address at which the process could listen; ignores everything else.
+// Reports the address on which the process could listen; ignores all other events.
 class Listener : public ChannelUser {
  public:
   explicit Listener(std::string how) : how_(std::move(how)) {}
@@ -157,7 +158,7 @@ class Checks {
  private:
   void Complain(const std::string& what, int status) {
     std::cout << "WRONG " << what << std::endl;
-    // Wrong settings outrank failures, and both outrank a missing scheduler.
+    // Wrong settings outrank failures. Both outrank a missing scheduler.
     if (status_ == 0 || status_ == kExitNoScheduler) status_ = status;
     if (status == kExitUsage) status_ = status;
   }
@@ -165,7 +166,8 @@ class Checks {
   int status_ = 0;
 };
 
-// Checks variables: an ignored variable is wrong if a known one was probably meant.
+// Checks the environment's variables. An ignored variable is an error if a known one was probably
+// meant.
 void TryVariables(Checks* checks) {
   for (const auto& variable : Config::UnknownVariables()) {
     if (variable.meant.empty()) {
@@ -176,7 +178,7 @@ void TryVariables(Checks* checks) {
   }
 }
 
-// Tries this process's other ports, and files that it opens.
+// Tries things of this machine: this process's other ports, and the files that it opens.
 void TryLocalThings(const Config& config, Role role, const Arguments& arguments, int local_rank,
                     Checks* checks) {
   for (int i = 0; i < arguments.check && role != Role::kScheduler; ++i) {
@@ -226,7 +228,7 @@ SessionOptions OptionsOf(const Config& config, Role role, int* local_rank) {
   const Launch launch = Launch::From(config);
   const bool known = config.IsSet("WORLD_SIZE") || config.IsSet("DMLC_NUM_WORKER");
   const bool ranked = config.IsSet("RANK") || config.IsSet("DMLC_WORKER_ID");
-  options.rank = ranked ? launch.rank : -1;        // any free rank
+  options.rank = ranked ? launch.rank : -1;        // -1: any free rank
   options.num_workers = known ? launch.size : -1;  // -1: the job's number
   *local_rank = launch.local_rank;
   return options;
@@ -281,7 +283,8 @@ void WriteNewSecret(const std::string& path) {
   }
 }
 
-// Returns a line for each feature of this build, with what it finds on this machine.
+// Returns a line for each feature of this build. The line says what the feature finds on this
+// machine.
 std::string Features() {
   std::string rdma = "not compiled in";
 #ifdef BYTEPS_WITH_RDMA
@@ -306,7 +309,7 @@ int Processes(const char* text) {
                    std::to_string(kMaxProcesses));
 }
 
-// Returns the exit status after an error found at this place.
+// Returns the exit status after an error that was found at this source location.
 int EndOf(const Parent& parent, const char* file, int line, const char* what) {
   // If the parent has ended, other nodes may have noticed that first, and reported it as a failure.
   const bool perhaps = CaughtSignal() == 0 || CaughtSignal() == kParentEnded;

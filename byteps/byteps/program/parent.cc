@@ -15,9 +15,10 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Time from the end of a process's first thread or connection to the kernel's sign of its end.
+// Longest time between the end of a process's first thread or connection and the kernel's sign that
+// the process ends.
 constexpr auto kLimit = std::chrono::milliseconds(500);
-// Limit for an ending process: its memory is freed, on cores that others use too.
+// Limit for a process that is ending: freeing its memory takes time, on cores that others use, too.
 constexpr auto kEndingLimit = std::chrono::seconds(60);
 constexpr auto kLook = std::chrono::milliseconds(5);
 
@@ -72,7 +73,7 @@ void Parent::RemoveLog() const {
   const size_t slash = log_.rfind('/');
   if (slash == std::string::npos) return;
   unlink(log_.c_str());
-  rmdir(log_.substr(0, slash).c_str());  // fails while another process has a log there
+  rmdir(log_.substr(0, slash).c_str());  // rmdir fails while another process has a log there
 }
 
 void Parent::EndAtOnce() const {

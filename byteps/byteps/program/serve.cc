@@ -44,18 +44,19 @@ namespace {
 
 // A node counts as silent after two missed heartbeats.
 constexpr double kMissedHeartbeats = 2.5;
-// Pause before a server that outlived a job joins the next job, which may fail at once.
+// Pause before a server that outlived a job joins the next one. The next job may fail at once.
 constexpr auto kRejoinPause = std::chrono::milliseconds(50);
-// Seconds that this process has after a second signal, to tell the other nodes why it ends.
+// Seconds between a second signal and the end of this process. In this time it tells the other
+// nodes why it ends.
 constexpr unsigned kSecondSignalSeconds = 3;
-// Signals within this time count as one: a service manager signals each process, and server.sh
-// forwards its own signal too.
+// Signals within this time count as one: a service manager signals each process, and server.sh also
+// forwards the signal that it gets.
 constexpr int64_t kOneOrderNs = 1'000'000'000;
 constexpr int64_t kLookMs = 10'000;
 // Time that the end of the process waits for a slow reader of the log.
 constexpr double kLastWordsSeconds = 0.5;
 
-// Job's outcome, from the handlers to the main thread, which sleeps on `fd`.
+// Outcome of the job. Handlers set it; the main thread sleeps on `fd` until then.
 struct Outcome {
   ps::Mutex mu;
   bool ended PS_GUARDED_BY(mu) = false;
@@ -67,7 +68,7 @@ struct Outcome {
 };
 
 int wake_fd = -1;
-// The kernel chooses the thread that runs the signal handler; the main thread reads these.
+// The kernel may run the signal handler on any thread. The main thread reads these.
 std::atomic<int> caught_signal{0};
 std::atomic<int64_t> first_signal_ns{0};
 std::atomic<bool> is_hurried{false};
@@ -110,7 +111,7 @@ void SetSignalHandlers() {
 
 const char* NameOfSignal() { return caught_signal == SIGINT ? "SIGINT" : "SIGTERM"; }
 
-// Waits for an event, at most `limit_ms`; -1: no limit.
+// Waits for an event, at most `limit_ms`; -1 means no limit.
 void AwaitWake(int limit_ms) {
   pollfd item{wake_fd, POLLIN, 0};
   if (poll(&item, 1, limit_ms) <= 0) return;
@@ -118,8 +119,8 @@ void AwaitWake(int limit_ms) {
   if (read(wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN) abort();
 }
 
-// Ends the process at a signal while it joins a job: joining blocks until the cluster is complete,
-// and no other node needs this process before.
+// Ends the process at a signal while it joins a job. Joining blocks until the cluster is complete,
+// and until then no other node needs this process.
 class EndsWhileJoining {
  public:
   explicit EndsWhileJoining(const Parent& parent) : parent_(parent), thread_([this] { Run(); }) {}
@@ -155,7 +156,7 @@ class EndsWhileJoining {
   std::thread thread_;
 };
 
-// Renames at the end: readers see the whole file or none.
+// Writes to a temporary file and renames it at the end, so that readers see the whole file or none.
 void WritePortFile(const std::string& path, const Session& session) {
   const std::string part = path + ".part";
   std::ofstream out(part);
@@ -192,7 +193,7 @@ class HealthReport {
     if (role_ == Role::kServer) text += " " + std::to_string(rank_);
     text += " serves";
     if (server_ == nullptr) return text;
-    // Reading these metrics takes the server's locks, so a hung server does not answer.
+    // Reading these metrics takes the server's locks. So a server that hangs does not answer.
     for (const Metric& metric : server_->Metrics()) {
       if (metric.kind == Metric::kHistogram || !metric.labels.empty()) continue;
       char value[32];
@@ -210,14 +211,15 @@ class HealthReport {
   SumServer* server_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
-// Sleeps until the job has an outcome or a signal came. On the scheduler, logs missing nodes.
+// Sleeps until the job has an outcome or a signal has come. On the scheduler, also logs missing
+// nodes.
 void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) {
   while (true) {
     int limit_ms = -1;
     if (role == Role::kScheduler) {
       const auto now = JobLog::Clock::now();
       const auto pause = log->Look(session->View(), now) - now;
-      // Another event may require the next look at an earlier time.
+      // Another event may make the next look due earlier.
       limit_ms = static_cast<int>(std::min<int64_t>(
           std::chrono::duration_cast<std::chrono::milliseconds>(pause).count() + 1, kLookMs));
     }
@@ -240,11 +242,11 @@ void AnswerSpares(const Config& config, Outcome* outcome) {
   }
   const bool may_wait = config.Float("BYTEPS_REPLACE_SERVERS_S") > 0;
   if (may_wait && config.Float("BYTEPS_SCHEDULER_RETURN_S") > 0) {
-    std::this_thread::sleep_for(kLastAnswers);  // ended by the time; deadline: that
+    std::this_thread::sleep_for(kLastAnswers);  // ended by the time; deadline: the same
   }
 }
 
-// Handles the events and messages of a scheduler or server, for the main thread.
+// Handles events and messages of a scheduler or server for the main thread.
 class Node : public ChannelUser {
  public:
   // `server`: null on the scheduler. `board`: null on a server.
@@ -313,7 +315,7 @@ class Node : public ChannelUser {
   Outcome* const outcome_;
 };
 
-// Adapts a stopping scheduler or server for StopOrder.
+// StopOrder's view of a scheduler or server that stops.
 class ToldToEnd : public StopOrder::Process {
  public:
   // `server`: null on the scheduler.
@@ -338,8 +340,8 @@ class ToldToEnd : public StopOrder::Process {
   Outcome* const outcome_;
 };
 
-// Handles a signal to stop: waits until the workers have left. If they stay too long, fails the
-// job, so that all nodes get the reason.
+// Handles a signal to stop: waits until the workers have left. If they stay too long, it fails the
+// job, so that all nodes learn the reason.
 void EndByOrder(const Config& config, const Parent& parent, SumServer* server, Session* session,
                 Outcome* outcome) {
   if (caught_signal == kParentEnded) {  // reductions without the parent's rank will never complete
@@ -352,8 +354,8 @@ void EndByOrder(const Config& config, const Parent& parent, SumServer* server, S
   if (!how.empty()) session->StopByOrder(how);
 }
 
-// Returns memory of the previous generation to the kernel. Otherwise the C library keeps it in the
-// arenas of ended threads, while new threads may get other arenas.
+// Returns memory of the previous generation to the kernel. The C library would keep it in the
+// arenas of ended threads, and new threads may use other arenas.
 void ReturnMemory() {
 #ifdef __GLIBC__
   malloc_trim(0);
@@ -382,13 +384,13 @@ void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoi
     metrics_server = MetricsServer::Make(config, local_rank, source);
   }
   Node node(server.get(), board, log, outcome);
-  if (caught_signal != 0) return;  // after the last job, before this one
+  if (caught_signal != 0) return;  // the signal came after the last job, before this one
   if (rejoin) log->OnRestart();
   {
     const EndsWhileJoining until_joined(parent);
     session.Start(&node);
   }
-  if (rejoin) ReturnMemory();  // only now the previous session's transport is gone
+  if (rejoin) ReturnMemory();  // the previous session's transport is gone only now
   if (server) {
     server->SetRank(session.rank());
     log->OnComplete(session.rank(), config.Bool("BYTEPS_KEEP") ? -1 : options.num_workers);
@@ -459,7 +461,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
       if (!keep || caught_signal != 0) throw;
       ps::WriteLogLine('W', e.file(), e.line(),
                        std::string(e.what()) + "; waiting for the next generation of the job");
-      std::this_thread::sleep_for(kRejoinPause);  // ended by the time; deadline: that
+      std::this_thread::sleep_for(kRejoinPause);  // ended by the time; deadline: the same
       continue;
     } catch (const NotNeededError& e) {
       BPS_LOG(INFO) << "done: " << e.what();

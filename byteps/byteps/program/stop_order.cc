@@ -11,8 +11,8 @@ namespace core {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(10);
-// Limit for reductions in flight after waiting for workers. With it a process ends within 30 s by
-// default, before Kubernetes, Slurm and torchrun kill it.
+// Limit for reductions in flight after the wait for workers. With this limit a process ends within
+// 30 s by default, before Kubernetes, Slurm and torchrun kill it.
 constexpr auto kDrainLimit = std::chrono::seconds(2);
 // Time for the last answers to arrive.
 constexpr auto kArrivalLimit = std::chrono::seconds(1);
@@ -48,8 +48,8 @@ std::string StopOrder::Await() {
   const bool drained = WaitUntil(process_->Now() + std::min<Duration>(limit, kDrainLimit),
                                  [&] { return !process_->HasOpenSums(); });
   if (drained) {
-    // All answers must arrive first: if a worker learned of the end before its sum has arrived, the
-    // worker would fail.
+    // All answers must arrive first: a worker that learned of the end before its sum arrived would
+    // fail.
     WaitUntil(process_->Now() + kArrivalLimit, [&] { return process_->AllArrived(); });
   }
   if (process_->IsOver()) return "";

@@ -114,7 +114,7 @@ void Accumulator::FlushGradients(DType t, int divisor) {
 void Accumulator::Close(const Declaration& declaration, const AdditionRule& rule,
                         Scratch* scratch) {
   const DType t = declaration.dtype;
-  for (SharedBytes& values : waiting_) {  // pushes after a missing one
+  for (SharedBytes& values : waiting_) {  // these pushes come after a missing one
     if (!values.empty()) Add(declaration, rule, std::move(values), scratch);
   }
   const auto members = static_cast<int>(declaration.group.size());
@@ -126,7 +126,7 @@ void Accumulator::Close(const Declaration& declaration, const AdditionRule& rule
     return Scale(DType::kFloat32, sum_.data(), nullptr, times, by, n);
   }
   if (IsBlock(t)) {
-    // The blocks were added and freed already, so the sum needs a block to write into.
+    // The blocks were added and freed already, so a new block must hold the sum.
     if (blocks_.empty()) blocks_.push_back(Zeros(bytes_));
     return EndBlocks(t, static_cast<float>(by) / static_cast<float>(times), rule, scratch);
   }

@@ -10,7 +10,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Position of a bfloat16 in a float (little-endian CPUs).
+// Shift of a bfloat16 in a float's bits (little-endian CPUs).
 constexpr int kUpperHalf = 16;
 
 std::vector<uint16_t> Halves(const char* values, uint64_t count) {
@@ -41,12 +41,12 @@ void MoveFeedback(ServerContext* context, Partition* partition, const Message& m
   SharedBytes values = SharedBytes::New(caller.bytes);
   const uint64_t first = caller.offset / sizeof(uint32_t);
   for (uint64_t i = 0; i < caller.bytes / sizeof(uint32_t); ++i) {
-    const uint64_t at = first + i;  // nothing was lost before the first sum
+    const uint64_t at = first + i;  // before the first sum, no rounding loss exists
     const uint32_t half = at < partition->lost.size() ? partition->lost[at] : 0;
     const uint32_t word = half << kUpperHalf;
     memcpy(values.data() + i * sizeof(word), &word, sizeof(word));
   }
-  caller.offset = 0;  // offset in the bytes that are sent
+  caller.offset = 0;  // offset in the bytes to send
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
 }
 

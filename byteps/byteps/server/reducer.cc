@@ -40,7 +40,8 @@ struct Half {
 struct BFloat16 : Half<BFloat16>, BFloat16Words {};
 struct Float16 : Half<Float16>, Float16Words {};
 
-// Whether the CPU has an instruction for a fused multiply-add; otherwise it is a function call.
+// Returns whether the CPU has an instruction for a fused multiply-add. Otherwise it is a function
+// call.
 inline bool HasFma() {
 #if defined(__x86_64__) && defined(__GNUC__)
   return __builtin_cpu_supports("fma");
@@ -50,7 +51,7 @@ inline bool HasFma() {
 }
 
 // Runs `loop` with the cheapest division by `divisor` that is exact for every normal quotient:
-// nothing, multiplication by the inverse (of a power of two), or multiplication with one
+// none, a multiplication by the inverse (for a power of two), or a multiplication and one
 // correction.
 template <typename A, typename Loop>
 BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
@@ -60,15 +61,15 @@ BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
   if ((divisor & (divisor - 1)) == 0) {
     return loop([inverse](A v) BYTEPS_INLINE { return v * inverse; });
   }
-  // This holds for divisors of up to 21 bits: their quotients are never so close to the midpoint of
-  // two numbers that the remaining error of the correction could change the rounding.
+  // This holds for divisors of up to 21 bits. Their quotients are never so close to the midpoint of
+  // two numbers that the error which the correction leaves could change the rounding.
   if (HasFma() && divisor < (1 << 21)) {
     return loop([d, inverse](A v) BYTEPS_INLINE {
       const A q = v * inverse;
       const A rest = std::fma(-q, d, v);
       // The quotient of an infinity has no remainder, and needs no correction.
       const A corrected = rest == rest ? std::fma(rest, inverse, q) : q;
-      return std::copysign(corrected, v);  // restores the sign of a zero
+      return std::copysign(corrected, v);  // std::copysign restores the sign of a zero
     });
   }
   loop([d](A v) BYTEPS_INLINE { return v / d; });
@@ -82,19 +83,19 @@ BYTEPS_INLINE inline void AddLoop(void* __restrict sum, const void* __restrict i
   });
 }
 
-// The arithmetic of half types fills a core's reorder window, so that loads would start late. So
-// the loop prefetches, block by block.
+// The arithmetic of half types fills a core's reorder window, so loads would start late. So the
+// loop prefetches, block by block.
 constexpr size_t kBlock = 256;
 constexpr size_t kAhead = 2 * kBlock;
 constexpr size_t kLine = 64;
 
-// Prefetches elements of `size` bytes. Block `begin` is about to be read.
+// Prefetches elements of `size` bytes, ahead of block `begin`, which is read next.
 BYTEPS_INLINE inline void FetchAhead(const void* p, size_t begin, size_t size) {
   const char* next = static_cast<const char*>(p) + (begin + kAhead) * size;
   for (size_t i = 0; i < kBlock * size; i += kLine) __builtin_prefetch(next + i);
 }
 
-// Two elements of a half type, converted in place within their word, so no shuffles are needed.
+// Two elements of a half type. They are converted in place within one word, without shuffles.
 template <typename E>
 struct Pair {
   float low, high;
@@ -124,7 +125,7 @@ BYTEPS_INLINE inline void AddHalvesLoop(void* __restrict sum, const void* __rest
   });
 }
 
-// T is unsigned, since signed overflow is undefined. The bits are the same.
+// T is unsigned, because signed overflow is undefined. The bits are the same.
 template <typename T>
 BYTEPS_INLINE inline void AddIntegerLoop(void* __restrict sum, const void* __restrict in,
                                          size_t n) {
@@ -133,7 +134,7 @@ BYTEPS_INLINE inline void AddIntegerLoop(void* __restrict sum, const void* __res
   }
 }
 
-// A type that holds the sum of one T per worker.
+// Integer type that holds the sum of one T per worker.
 template <typename T>
 struct Wider {
   using Type = int32_t;
@@ -149,7 +150,7 @@ struct Wider<int64_t> {
 template <typename T>
 using WiderOf = typename Wider<T>::Type;
 
-// Rounds towards minus infinity.
+// Divides, and rounds towards minus infinity.
 template <typename T, typename Wide = WiderOf<T>>
 inline T Quotient(Wide sum, int divisor) {
   if constexpr (sizeof(Wide) > sizeof(int64_t)) {  // 128-bit division is a function call
@@ -165,7 +166,7 @@ inline WiderOf<T> Sum(const void* a, const void* b, size_t i) {
   return WiderOf<T>{Load<T>(a, i)} + Load<T>(b, i);
 }
 
-// Calls `run` with a value of the integer type `t`.
+// Calls `run` with a value of the integer type that `t` names.
 template <typename Run>
 void WithInteger(DType t, Run run) {
   if (t == DType::kUInt8) return run(uint8_t{});
@@ -222,7 +223,7 @@ struct Float64 {
   static void Put(void* p, size_t i, double v) { Store<double>(p, i, v); }
 };
 
-// Templates cannot be cloned for several CPUs; these instances can.
+// These functions instantiate the templates: a template cannot have clones for several CPUs.
 #define BYTEPS_SCALE(Name, A)                                                           \
   BYTEPS_MULTIVERSION void Scale##Name(void* values, const void* of, int times, int by, \
                                        size_t n) {                                      \
@@ -271,7 +272,7 @@ BYTEPS_SCALE(Float16, float)
 
 const char* InstructionSet() {
 #ifdef BYTEPS_CHOOSES_CLONES
-  // The checks are in the same order as those of the dispatcher of clones.
+  // These checks are in the order in which the dispatcher of clones makes them.
   if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
   if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
 #endif
@@ -317,7 +318,7 @@ void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
       return AddInt64(sum, in, n);
     case DType::kInt8x128:
     case DType::kInt4x128:
-      return;  // blocks are decoded before
+      return;  // blocks are decoded before they are reduced
   }
 }
 
@@ -378,7 +379,7 @@ void Scale(DType t, void* values, const void* of, int times, int by, size_t n) {
       return ScaleBFloat16(values, of, times, by, n);
     case DType::kFloat16:
       return ScaleFloat16(values, of, times, by, n);
-    default:  // the codec scales blocks; integers are handled above
+    default:  // the codec scales blocks, and integers are handled above
       return;
   }
 }

@@ -15,8 +15,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-constexpr size_t kFailuresKept = 16;  // per partition
-// Error of a round that has its sum, and could not answer with it.
+constexpr size_t kFailuresKept = 16;  // failures kept per partition
+// Error of a round that has its sum, but no memory to answer with it.
 constexpr char kNoMemoryToAnswer[] =
     "the server is out of memory: it has the sum, and could not send it";
 
@@ -78,8 +78,8 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   if (partition->state && header.round > 0) {
     error = SettleStep(this, partition, message, header.round - 1);
   }
-  // This is called twice: now for open rounds, so that none of them puts this push out of reach,
-  // and later for earlier rounds that FindOrBegin has begun.
+  // GiveUpBefore is called twice. This call ends open rounds, so that none of them puts this push
+  // out of reach; a later call ends earlier rounds that FindOrBegin has begun.
   GiveUpBefore(partition, rank, header.oldest);
   DropDone(partition);
   Round* round = FindOrBegin(partition, header);
@@ -105,7 +105,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
     context_->Refuse(message, error);
     round = nullptr;
   }
-  DropDone(partition);  // the returned round is open, so it stays
+  DropDone(partition);  // the returned round is open, so DropDone keeps it
   return round;
 }
 
@@ -115,7 +115,7 @@ void Rounds::List(Partition* partition) {
 }
 
 Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
-  // The difference is unsigned, so that a finished round is far ahead, too.
+  // The difference is unsigned, so a round that is finished counts as far ahead, too.
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead >= MostRoundsKept(partition->declaration())) return nullptr;
   List(partition);
@@ -214,7 +214,7 @@ void Rounds::Deliver(Partition* partition, Round* round) {
     }
   });
   if (round->update) round->update->ForgetParameters();
-  // The answer of an update is kept, because a member may ask for it again at another server.
+  // An update's answer is kept, because a member may ask for it again at another server.
   if (round->all_told() && !round->update) round->accumulator.Clear(&scratch_);
 }
 
@@ -262,7 +262,7 @@ void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point dead
 // ------------------------------------------------------------------ failures
 
 void Rounds::Fail(Partition* partition, Round* round, const std::string& reason) {
-  // This line may throw for lack of memory; the caller then calls this function again.
+  // This line may throw for lack of memory. The caller then calls this function again.
   round->failure = reason;
   context_->TraceRound(*partition, *round, false);
   round->AnswerCallers([&](const Caller& caller) {
@@ -307,7 +307,7 @@ void Rounds::GiveUpBefore(Partition* partition, int rank, uint32_t number) {
 }
 
 std::vector<Partition*> Rounds::WithOpenRounds() const {
-  // Partitions without open rounds are left out, because thousands of workers may leave at once.
+  // Only partitions with open rounds are collected, because thousands of workers may leave at once.
   std::map<uint64_t, Partition*> waiting;
   for (const auto& [deadline, partition] : open_) waiting[partition->key] = partition;
   std::vector<Partition*> partitions;
@@ -332,7 +332,7 @@ void Rounds::Release(const DeclaredTensor* tensor, int rank) {
   for (Partition* partition : partitions_) {
     if (partition->tensor.get() != tensor) continue;
     if (partition->is_held) {
-      partition->released_by.push_back(rank);  // LetGo handles it
+      partition->released_by.push_back(rank);  // LetGo handles this release
     } else {
       Release(partition, rank);
     }
@@ -366,7 +366,7 @@ void Rounds::Free(const std::vector<std::shared_ptr<Partition>>& partitions) {
     partition->is_freed = true;
     if (partition->is_held) {
       PS_PROBE(kFreedLater);
-      continue;  // the holder frees it
+      continue;  // the thread that holds the partition frees it
     }
     EndFreed(partition.get());
   }
@@ -422,7 +422,7 @@ void Rounds::FailPartition(Partition* partition, const Message& message, const s
   BPS_LOG(ERROR) << "serving partition " << partition->index << " of '" << declaration.name
                  << "' failed: " << error;
   for (Round& round : partition->rounds) FailUnanswered(partition, &round, error);
-  // The lines above have answered the caller, unless its push is in no round yet.
+  // The lines above have answered the caller, unless no round has its push yet.
   Round* const round = partition->Find(HeaderOf(message).round);
   const int member = declaration.MemberIndex(message.peer);
   if (round == nullptr) {
@@ -439,7 +439,7 @@ void Rounds::FailRoundOf(Partition* partition, const Message& message, const std
   const bool is_push = op != kLoadState && op != kReadState && op != kStep;
   Round* const round = partition->Find(HeaderOf(message).round);
   if (!is_push || round == nullptr) return context_->Refuse(message, reason);
-  // If the round is done, some members may have been answered: they must not get a second answer.
+  // If the round is done, some members may have their answers, and must not get a second one.
   const int member = partition->declaration().MemberIndex(message.peer);
   const bool waits = std::any_of(
       round->callers.begin(), round->callers.end(),

@@ -119,7 +119,8 @@ bool SumServer::Expects(const MessageHead& head, size_t bytes) {
 void SumServer::OnMessage(Message* message) {
   if (message->between_servers) return losses_->OnServerMessage(message);
   if (!message->is_request) return;
-  std::exception_ptr other;  // rethrown: the transport closes the connection
+  // Another exception is rethrown: the transport then closes the connection.
+  std::exception_ptr other;
   const auto work = [&] {
     try {
       Dispatch(message);
@@ -197,7 +198,7 @@ std::string SumServer::Declare(int rank, const Declaration& declaration) {
                       "), worker " + std::to_string(rank) + " declared '" + declaration.name +
                       "' (" + declaration.Describe() + "), both with key " + Hex(key);
     BPS_LOG(WARNING) << tensor->refusal;
-    // Members that have already pushed wait for a sum that cannot complete.
+    // Members that have already pushed wait for a sum that cannot complete, so their rounds fail.
     for (auto& thread : threads_) thread->FailAll(tensor, tensor->refusal);
   }
   tensor->SetHold(rank, true);
@@ -368,7 +369,7 @@ void SumServer::DropHolds(const std::set<int>& ranks, bool may_return) {
     std::vector<TensorPtr> unused;
     for (const auto& [key, tensor] : tensors_) {
       for (const int rank : ranks) tensor->SetHold(rank, false);
-      // If no member has released the tensor, it is kept for absent workers that may return.
+      // A tensor that no member has released is kept for absent workers that may return.
       const bool is_over = !may_return || tensor->released_by >= 0;
       if (tensor->holders == 0 && is_over) unused.push_back(tensor);
     }

@@ -22,19 +22,19 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Largest partition, in bytes, that the receiving thread adds itself: the values are in its core's
-// cache, and to wake another thread would take as long. Larger partitions would keep it from
-// receiving. The second limit is for blocks and optimizer steps, which take longer.
+// Limit in bytes of a partition that the receiving thread adds by itself. The values are in its
+// core's cache, and waking another thread would take as long. Adding larger partitions would keep
+// it from receiving. The second limit is for blocks and optimizer steps, which take longer.
 constexpr size_t kServedHere = 128 << 10;
 constexpr size_t kFewServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
-// Pause before the next attempt, if there was too little memory to fail late rounds.
+// Pause before the next attempt to fail late rounds, if memory was too short for the last attempt.
 constexpr auto kLookAgain = std::chrono::milliseconds(100);
-// Longest extra time for pushes after this process stood still. It is shorter than the workers'
-// extra time (engine/staged_sum.cc), because servers know which workers are late.
+// Longest extra time for pushes after this process stood still. The workers' extra time
+// (engine/staged_sum.cc) is longer, because servers know which workers are late.
 constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
 
-// Returns the time until which no round counts as late: after this process stood still
+// Returns the time until which no round counts as late. After this process stood still
 // (base/process.h), pushes may lie unread in its sockets.
 Rounds::Clock::time_point EndOfGrace(const ps::StallWatch::Stall& stall) {
   return stall.ended + std::min(stall.length, kMostGrace);
@@ -157,7 +157,7 @@ bool SumThread::ServeHere(Task* task) {
     try {
       Queue(Task());
     } catch (const std::bad_alloc&) {
-      // The next request that this thread serves will schedule the check again.
+      // The thread checks again after the next request that it serves.
       ps::MutexLock lock(&mu_);
       looks_at_ = kNever;
     }
@@ -226,8 +226,8 @@ void SumThread::OnFailure(Task* task, const std::exception& error) {
     return rounds_.FailPartition(task->partition.get(), task->message, error.what());
   }
   if (no_memory != nullptr && task->may_be_repeated) return task->work();
-  // The task names no partition, so no round can be failed here. Rounds that need the task fail at
-  // their deadline.
+  // The task names no partition, so this thread cannot fail a round. Rounds that need the task fail
+  // at their deadline.
   BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << error.what() << "; "
                  << DescribeFreeMemory();
 }

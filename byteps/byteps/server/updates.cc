@@ -12,7 +12,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Whether the part after a request's header begins with a verdict.
+// Returns whether a request's body begins with a verdict after the header.
 bool HasVerdict(int op) { return op != kStep && op != kLoadState; }
 
 std::string AllDetailOf(const Message& message) {
@@ -81,7 +81,7 @@ std::string StepOf(const Message& message) {
 
 namespace {
 
-// Returns the speculative step that a member has not fully decided; null if there is none.
+// Returns the round's speculative step if the member has not fully decided on it, else null.
 RoundUpdate* FindTried(Round* round, size_t member) {
   if (round == nullptr) return nullptr;  // all members are done with it
   RoundUpdate* const update = round->update.get();
@@ -127,7 +127,8 @@ std::string SettleStep(Rounds* rounds, Partition* partition, const Message& mess
 
 namespace {
 
-// Returns the round that a member has pushed and may ask about; null: the request was refused.
+// Returns the round that a member has pushed and may ask about. Returns null if the request was
+// refused.
 Round* FindPushed(ServerContext* context, Rounds* rounds, Partition* partition,
                   const Message& message) {
   const int rank = message.peer;
@@ -192,7 +193,7 @@ void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, con
 
 namespace {
 
-// Whether the verdict in a READ_STATE must wait, because the policy holds the step.
+// Returns whether the verdict in a READ_STATE must wait, because the policy holds the step.
 bool HoldsVerdict(Rounds* rounds, Partition* partition, const Message& message, int64_t received) {
   const Verdict verdict = VerdictOf(message);
   const int member = partition->declaration().MemberIndex(message.peer);
@@ -211,7 +212,8 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
   std::string error;
   SharedBytes values;
   if (message.op == kLoadState) {
-    // State that a removed worker loads is refused: the others continue with the present state.
+    // State that a removed worker loads is refused, because the other workers continue with the
+    // present state.
     if (rounds->losses()->Refuses(*partition, message)) return;
     if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // the values were dropped
     for (Round& round : partition->rounds) {
@@ -227,7 +229,7 @@ void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, con
     if (!error.empty()) return context->Refuse(message, error);
     values = SharedBytes::New(caller.bytes);
     error = state->Read(SlotOf(message), caller.offset, caller.bytes, values.data());
-    caller.offset = 0;  // offset in the bytes that are sent
+    caller.offset = 0;  // offset in the bytes to send
   }
   if (!error.empty()) return context->Refuse(message, error);
   context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);

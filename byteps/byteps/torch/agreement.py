@@ -39,7 +39,8 @@ def number(kind: str, description: Sequence[str]) -> str:
     )
     ops.push_pull_inplace(reported, average=False, name=f"{kind}/agreement")
     sums, squares = reported[1:].view(2, _WORDS)
-    # The Cauchy-Schwarz inequality is an equality only if all ranks have the same words.
+    # By the Cauchy-Schwarz inequality, the two sides are equal only if all ranks have the same
+    # words.
     if not torch.equal(sums * sums, squares * session.size()):
         _raise_difference(kind, description)
     return f"{kind}{int(reported[0])}"

@@ -23,7 +23,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._started: dict[ServerBucket, Started] = {}
         self.are_lost = False
-        """Whether the job ended with parameters in flight."""
+        """Whether the job ended while parameters were in flight."""
         in_flight.holders.add(self)
 
     def __bool__(self) -> bool:
@@ -31,8 +31,8 @@ class Arrivals:
         return bool(self._started) or self.are_lost
 
     def expect(self, bucket: ServerBucket, started: Started) -> None:
-        """Record that parameters of `bucket` are in flight. Call this in the order in which a
-        forward pass needs the buckets."""
+        """Record that parameters of `bucket` are in flight. The caller records buckets in the order
+        in which a forward pass needs them."""
         self._started[bucket] = started
 
     def wait_for(self, bucket: ServerBucket) -> None:
@@ -53,7 +53,7 @@ class Arrivals:
             self._take_next()
 
     def end(self) -> None:
-        """Block until all transfers have ended, and leave their values out of the model."""
+        """Block until all transfers have ended. Their values do not go into the model."""
         self.are_lost = False
         while self._started:
             bucket, started = self._started.popitem()
@@ -61,7 +61,7 @@ class Arrivals:
                 bucket.wait(started, failed=True)
 
     def forget(self) -> None:
-        """Drop all buckets: the job has ended, and no transfer goes on."""
+        """Drop all buckets, because the job has ended, and with it all transfers."""
         self.are_lost = self.are_lost or bool(self._started)
         self._started.clear()
 

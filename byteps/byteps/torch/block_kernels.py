@@ -44,7 +44,7 @@ def _bfloat16(x):
     """Return the bits of `x` in bfloat16, rounded to nearest even."""
     bits = _words(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # A NaN made by the GPU has all bits set, and would become -0.
+    # A NaN of the GPU has all bits set, and rounding would turn it into -0.
     return tl.where((bits & 0x7FFFFFFF) > _INFINITY, _NAN, rounded).to(tl.int16)
 
 
@@ -67,7 +67,7 @@ def _load(values, lost, at, count, HAS_LOST: tl.constexpr):
 
 @triton.jit
 def _numbers(x, inverse, is_number):
-    # The lowest bits of the sum are the number, rounded to nearest even.
+    # The lowest bits of this sum are the number, rounded to nearest even.
     numbers = _words(x * inverse[:, None] + _ROUNDER) - _ROUNDER_BITS
     return tl.where(is_number[:, None], numbers, 0)
 
@@ -241,7 +241,7 @@ def encode(
             HAS_LOST=lost is not None,
             BY_CHANCE=seed is not None,
             ROWS=_ROWS,
-            # Products and sums are rounded separately, as the servers do.
+            # Products and sums are rounded separately, as servers do.
             enable_fp_fusion=False,
         )
 

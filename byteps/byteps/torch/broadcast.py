@@ -1,7 +1,7 @@
 """Copies values of one rank to all: tensors, parameters, an optimizer's whole state, any object.
 
-Values travel as the bytes of a sum to which every rank but the root adds zeros, so they arrive bit
-for bit.
+Values travel as the bytes of a sum to which every other rank adds zeros, so they arrive bit for
+bit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def broadcast_parameters(
 def broadcast_object(value: Any, root_rank: int, name: str = "object") -> Any:
     """Return on every rank a copy of the object that `root_rank` has.
 
-    The object is pickled, so every rank must trust the root. Blocks until all ranks have called it.
+    The object is pickled, so every rank must trust the root. Blocks until all ranks have called
+    this function.
 
     Raises:
         ValueError: `root_rank` is no rank of the job.
@@ -111,7 +112,7 @@ def broadcast_optimizer_state(
 _FIRST_WORDS = 512
 """Length of the first message, in words: three words, then the beginning of the content."""
 _CHUNKS = (4 << 20, 64 << 10)
-"""Lengths of the chunks in which the rest of the content is sent. The longer chunk is used as long
+"""Lengths of the chunks in which the rest of the content is sent. The longer length is used as long
 as the content fills it."""
 _CHUNKS_IN_FLIGHT = 4
 
@@ -120,7 +121,7 @@ def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
     """Return the root's content, which may have any length.
 
     The content is sent in chunks of two lengths, with one name for each length. A server keeps a
-    declaration of every name, so a name for each length of content would fill its memory.
+    declaration for every name, so names for each length of content would fill its memory.
 
     Raises:
         BytePSError: ranks give different roots.

@@ -1,4 +1,4 @@
-// The engine as a Python module. Tensors are passed as addresses: the module needs neither torch's
+// Python module of the engine. Tensors are passed as addresses, so the module needs neither torch's
 // headers nor its ABI, and works with every torch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -43,12 +43,13 @@
 #include "byteps/recovery/worker/server_replacement.h"
 #include "byteps/torch/c_parts.h"
 
-// Ends the processes that embedded mode started next to this rank (launcher/embedded.py).
+// Processes that embedded mode has started next to this rank (launcher/embedded.py). This class
+// ends them.
 //
-// They end by themselves when every worker has left, so this code first waits for them; it ends the
-// others together with this process. The exit status of this process tells whether the job
-// succeeded. Python's exit handlers do not get the status, so a handler of the C library calls this
-// code, when Python is gone.
+// The processes end by themselves when every worker has left. So this code first waits for them,
+// and ends the rest together with this process. The exit status of this process says whether the
+// job succeeded. Python's exit handlers do not get the status, so a handler of the C library calls
+// this code when Python is gone.
 
 namespace nb = nanobind;
 
@@ -59,7 +60,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr auto kLook = std::chrono::milliseconds(10);
 
-// (title, process id, log)
+// A child as a tuple: title, process id, log.
 using ChildTuple = std::tuple<std::string, int, std::string>;
 
 struct Children {
@@ -70,7 +71,8 @@ struct Children {
   const Clock::duration grace;
   bool any_failed = false;
 
-  // Waits until all children have ended: until `deadline`, or `grace` after the first failure.
+  // Waits until all children have ended, or until `deadline`, or until `grace` after the first
+  // failure.
   void Await(Clock::time_point deadline, bool expected) {
     while (true) {
       const bool failed_before = any_failed;
@@ -89,7 +91,7 @@ struct Children {
     const auto& [title, pid, log] = child;
     int status = 0;
     const pid_t ended = waitpid(pid, &status, WNOHANG);
-    // If waitpid fails, a Python thread has already collected the process and reported its end.
+    // If waitpid fails, a Python thread has already collected the process, and reported its end.
     if (ended != pid) return ended < 0;
     if (status == 0 || expected) return true;
     any_failed = true;
@@ -160,14 +162,14 @@ EndedQueue* Ended() {
 }
 
 Launch launch;
-// Settings of the last Init. The environment may have changed since.
+// Settings of the last Init. The environment may have changed since then.
 std::optional<Config> settings_of_init;
 
 Config Settings(const GivenSettings& given = {}) {
   return IsInitialized() && settings_of_init ? *settings_of_init : Config::FromEnvironment(given);
 }
 
-// A setting as Python's int, float, bool or str, by its type in the table.
+// Returns a setting as Python's int, float, bool or str, by its type in the table.
 nb::object TypedSetting(const std::string& name, const GivenSettings& given) {
   const Config config = Settings(given);
   switch (Config::TypeOf(name)) {
@@ -184,8 +186,8 @@ nb::object TypedSetting(const std::string& name, const GivenSettings& given) {
   return nb::str(config.String(name).c_str());
 }
 
-// Counters and gauges as numbers; histograms as (upper bounds of the buckets, cumulative counts,
-// total count, sum).
+// Returns counters and gauges as numbers, and histograms as tuples: upper bounds of the buckets,
+// cumulative counts, total count, sum.
 nb::dict Metrics() {
   std::vector<Metric> metrics;
   {
@@ -206,7 +208,7 @@ nb::dict Metrics() {
   return out;
 }
 
-// A dictionary per NIC.
+// Returns a dictionary per NIC.
 nb::list Nics() {
   nb::list out;
   for (const auto& reading : ps::ReadNicCounters()) {
@@ -219,7 +221,7 @@ nb::list Nics() {
   return out;
 }
 
-// A dictionary per RDMA endpoint.
+// Returns a dictionary per RDMA endpoint.
 nb::list Endpoints() {
   nb::list out;
   for (const auto& e : ps::ReadEndpointCounters()) {
@@ -278,8 +280,8 @@ void Declare(const std::vector<SpecTuple>& tuples) {
   GetWorker()->Declare(specs);
 }
 
-// (dtype of the values, count, input, output, first wanted value, end of the wanted values,
-// rounding errors)
+// A coded tensor as a tuple: dtype of the values, count, input, output, first wanted value, end of
+// the wanted values, rounding losses.
 using CodedTuple =
     std::tuple<std::string, uint64_t, uintptr_t, uintptr_t, uint64_t, uint64_t, uintptr_t>;
 
@@ -352,7 +354,8 @@ void Wait(int64_t handle, uintptr_t stream) {
   }
 }
 
-// Returns whether an operation ended in time. Keeps the handle. Handles signals as Wait does.
+// Returns whether the operation ended within `limit_s`. The handle stays valid. Handles signals as
+// Wait does.
 bool AwaitEnd(int64_t handle, double limit_s) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -377,8 +380,8 @@ NB_MODULE(c_lib, m) {
   // Leak warnings are off, because the process may end while Python still holds tensors.
   nb::set_leak_warnings(false);
   m.doc() = "The BytePS engine.  Use byteps.torch.";
-  // Python sees a failure as a RuntimeError, too, and a bad call as a ValueError, too; both are
-  // BytePSErrors. nanobind asks the translator first that was registered last.
+  // In Python a failure is also a RuntimeError, and a bad call also a ValueError; both are
+  // BytePSErrors. nanobind first asks the translator that was registered last.
   const nb::exception<Error> error(m, "BytePSError", PyExc_RuntimeError);
   nb::exception<UsageError>(m, "BytePSUsageError",
                             nb::make_tuple(error, nb::handle(PyExc_ValueError)));
@@ -399,7 +402,7 @@ NB_MODULE(c_lib, m) {
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
       nb::arg("suspend"), nb::arg("failure") = "", Unlocked());
-  // `kept` is referenced until the process ends.
+  // The process references `kept` until it ends.
   m.def(
       "shutdown_at_exit",
       [](nb::object kept) {
@@ -483,8 +486,8 @@ NB_MODULE(c_lib, m) {
   m.def(
       "remove_memory",
       [](uint64_t number) {
-        // A forked copy frees storages, too. It must not take a lock that may be held since the
-        // fork.
+        // A forked copy of the process frees storages, too. It must not take a lock that was
+        // perhaps held at the fork.
         if (!ps::IsForkedCopy()) ps::RegistrationCache::Remove(number);
       },
       nb::arg("number"), Unlocked());

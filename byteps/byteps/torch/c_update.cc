@@ -1,4 +1,4 @@
-// Python classes and functions for parameters that servers update, and for replicas
+// Python's classes and functions for parameters that servers update, and for replicas
 // (server_optimizer.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -24,7 +24,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// (beta1, beta2, eps, nesterov); (end, group, counted); (number, grad_scale, skip, [(rate, decay)])
+// Tuples from Python: (beta1, beta2, eps, nesterov); (end, group, counted); (number, grad_scale,
+// skip, [(rate, decay)]).
 using GroupTuple = std::tuple<double, double, double, bool>;
 using SegmentTuple = std::tuple<uint64_t, uint32_t, bool>;
 using StepTuple = std::tuple<uint64_t, double, bool, std::vector<std::pair<double, double>>>;
@@ -100,7 +101,7 @@ class UpdatedTensor {
     PushPullRequest request;
     request.pull_begin = begin * sizeof(float);
     request.pull_end = end * sizeof(float);
-    // The address at which the whole slot would begin; only a part of it exists.
+    // Address at which the whole slot would begin. Only the wanted part of it exists.
     const uintptr_t output = values - request.pull_begin;
     return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
@@ -131,8 +132,8 @@ class UpdatedTensor {
   const KnownTensor known_;
 };
 
-// Moves the rounding errors of a tensor that is summed in blocks with feedback: fp32 values of
-// whole blocks, on the CPU.
+// Loads or reads the rounding losses of a tensor that is summed in blocks with feedback: fp32
+// values of whole blocks, on the CPU.
 int64_t MoveFeedback(int op, const SpecTuple& spec, uintptr_t values) {
   PushPullRequest request;
   request.tensor = std::apply(Spec, spec);
@@ -164,7 +165,7 @@ void DefineUpdatedTensor(nb::module_* m) {
   m->def(
       "release",
       [](const std::vector<std::string>& names, uint32_t lowest_rank) {
-        // A forked copy finalizes objects, too, and must not use the worker.
+        // A forked copy of the process finalizes objects, too, and must not use the worker.
         if (!ps::IsForkedCopy()) GetWorker()->Release(names, lowest_rank);
       },
       nb::arg("names"), nb::arg("lowest_rank"), Unlocked());
@@ -187,7 +188,8 @@ void DefineUpdatedTensor(nb::module_* m) {
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 
-// Functions about replicas: which are present or waiting, and where a joining worker continues.
+// Functions about replicas: which ones are present or waiting, and where a joining worker
+// continues.
 
 void DefineReplicas(nb::module_* m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
@@ -216,7 +218,7 @@ void DefineReplicas(nb::module_* m) {
   m->def(
       "take_missing", [] { return GetWorker()->TakeMissing(); },
       "Ranks whose values sums have lacked, since this was called last.", Unlocked());
-  // Number of releases and of rounds, by tensor.
+  // Numbers of releases and of rounds, by tensor.
   using ProgressTuples = std::map<std::string, std::pair<uint32_t, uint32_t>>;
   m->def(
       "rounds",

@@ -1,14 +1,14 @@
 """Local steps: replicas train on their own and synchronize once in many steps (DiLoCo).
 
 Each replica steps its own optimizer. The outer parameters are the same on all replicas. Once in
-`every` steps each replica takes the difference between the outer parameters and its own parameters
-(Douillard et al., "DiLoCo", arXiv 2311.08105). Servers average these differences. The average is
-the gradient of an outer SGD with Nesterov's momentum, and the replica goes on from the outer
+`every` steps each replica sends the difference between the outer parameters and its own parameters,
+and servers average these differences (Douillard et al., "DiLoCo", arXiv 2311.08105). The average is
+the gradient of an outer SGD with Nesterov's momentum. The replica goes on from the new outer
 parameters.
 
-A model is cut into fragments, exchanged one after the other (Douillard et al., "Streaming DiLoCo",
-arXiv 2501.18512). With `delay` the replica waits for the average only that many steps later, so
-that the transfer overlaps training. The updates made meanwhile are kept.
+A model is cut into fragments, which are exchanged one after the other (Douillard et al., "Streaming
+DiLoCo", arXiv 2501.18512). With `delay` the replica waits for the average only that many steps
+later, so that the transfer overlaps training. The updates that are made meanwhile are kept.
 
     step    0 ........ t ....... t + delay ......... t + every
             |          |         |
@@ -34,12 +34,12 @@ __all__ = ["LocalSteps"]
 
 
 _PIECE = 1 << 24
-"""Number of values per operation. It bounds temporary GPU memory to a few tensors of this size."""
+"""Number of values per operation. It limits temporary GPU memory to a few tensors of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A range of a parameter's values, and its place in a fragment's host memory."""
+    """Range of a parameter's values, and its place in a fragment's host memory."""
 
     parameter: torch.Tensor
     begin: int
@@ -53,7 +53,7 @@ class _Piece:
 
     def of(self, host: torch.Tensor) -> torch.Tensor:
         """Return this piece of `host`, which is in host memory, as fp32 on the parameter's device.
-        The result is a view of `host` if the device is the CPU and `host` is fp32."""
+        On the CPU the result is a view of `host`, if `host` is fp32."""
         return host[self.span].to(self.parameter.device, torch.float32)
 
     def keep(self, values: torch.Tensor, host: torch.Tensor) -> None:
@@ -64,13 +64,13 @@ class _Piece:
 
 @dataclass(kw_only=True)
 class _Fragment:
-    """Parameters that are exchanged together, end to end. All state is in host memory, pinned if
-    the parameters are on a GPU. The GPU does the arithmetic, piece by piece."""
+    """Parameters that are exchanged together, laid end to end. All state is in host memory, pinned
+    if the parameters are on a GPU. The GPU does the arithmetic, piece by piece."""
 
     name: str
     pieces: list[_Piece]
-    """Pieces of the parameters. Empty if the parameters have no values, as in an empty shard; then
-    nothing is exchanged."""
+    """Pieces of the parameters. If the parameters have no values, as in an empty shard, there are
+    no pieces, and nothing is exchanged."""
     outer: torch.Tensor
     momentum: torch.Tensor
     starts_at: int
@@ -121,9 +121,9 @@ class LocalSteps:
         wire_dtype: type in which differences and averages travel: torch.float32 or torch.bfloat16.
         name: the same on all members, different for each object of a job.
         group: the ranks that exchange, or their ProcessGroup; None for all workers.
-        compare: whether members compare their initial parameters. Without it a member can be
+        compare: whether members compare their initial parameters. Without it, a member may be
             created while the others train; the caller then copies their `state` to it.
-        in_order: servers add in the order of ranks, so that repeated runs have the same bits.
+        in_order: whether servers add in the order of ranks. Repeated runs then have the same bits.
 
     Each parameter value is sent and received once in `every` steps. A value takes 8 bytes of host
     memory, 2 more (4 in fp32) while it is exchanged, and another 4 with a delay.
@@ -210,7 +210,7 @@ class LocalSteps:
     @torch.no_grad()
     def step(self) -> bool:
         """Start and finish the exchanges that are due. Call it after each step of the inner
-        optimizer, also after one that was skipped.
+        optimizer, even after a skipped one.
 
         Returns:
             whether parameters were changed.
@@ -233,7 +233,7 @@ class LocalSteps:
     def exchange(self) -> None:
         """Exchange all fragments now: all members have the outer parameters afterwards.
 
-        Exchanges in flight are finished first. Call it before parameters are saved or compared.
+        First finishes the exchanges in flight. Call it before parameters are saved or compared.
 
         Raises:
             byteps.torch.BytePSError: a member or a server was lost.
@@ -256,7 +256,8 @@ class LocalSteps:
                 self._finish(fragment)
 
     def state(self) -> list[torch.Tensor]:
-        """Return outer parameters and momentum of each fragment, in host memory, not copied."""
+        """Return the outer parameters and the momentum of each fragment: the tensors in host
+        memory, not copies."""
         return [
             tensor for fragment in self._fragments for tensor in (fragment.outer, fragment.momentum)
         ]
@@ -286,8 +287,8 @@ class LocalSteps:
         ops.synchronize(handle)
         for piece in fragment.pieces:
             gradient, outer = piece.of(fragment.difference), piece.of(fragment.outer)
-            # The operations are separate: all members round alike, even if their devices fuse
-            # differently.
+            # The operations are separate, so that all members round alike, even if their devices
+            # would fuse them differently.
             if self._momentum:
                 momentum = piece.of(fragment.momentum)
                 momentum.mul_(self._momentum).add_(gradient)
@@ -306,7 +307,7 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state, as tensors in host memory.
 
-        Call `exchange` first: it leaves nothing in flight.
+        Call `exchange` first, so that nothing is in flight.
 
         Raises:
             RuntimeError: an exchange is in flight.

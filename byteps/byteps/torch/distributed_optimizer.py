@@ -22,21 +22,21 @@ def DistributedOptimizer(
 ) -> Any:
     """Average the gradients of an optimizer's parameters over all ranks.
 
-    A gradient is sent as soon as the backward pass has it. When ``loss.backward()`` returns,
-    gradients are averages, as with torch's DistributedDataParallel: clip and unscale them as on one
-    rank, with ``torch.amp.GradScaler`` too. All ranks wrap the same optimizers in the same order,
-    and make the same backward passes.
+    A gradient is sent as soon as the backward pass has computed it. When ``loss.backward()``
+    returns, gradients are averages, as with torch's DistributedDataParallel: clip and unscale them
+    as on one rank, with ``torch.amp.GradScaler`` too. All ranks wrap the same optimizers in the
+    same order, and make the same backward passes.
 
     If only some ranks use a parameter, its gradient counts as 0 on the other ranks. If no rank uses
-    a parameter, it keeps the gradient that it has. The gradients of frozen parameters are averaged
+    a parameter, the parameter keeps its gradient. The gradients of frozen parameters are averaged
     once the parameters are unfrozen. Parameters added by ``add_param_group``, which all ranks must
     call, are included. If no backward pass was made since the last ``step()``, then ``step()``
-    averages the gradients that are there.
+    averages the gradients that parameters have.
 
     A parameter is averaged for as long as it lives, even after the optimizer is gone.
 
     Args:
-        optimizer: any optimizer; the same object is returned, its class replaced by a subclass.
+        optimizer: any optimizer. The same object is returned; its class becomes a subclass.
         named_parameters: names, the same on all ranks; None: positions in the optimizer.
         compression: ``Compression.fp16`` sends fp32 and fp64 gradients as fp16.
         backward_passes_per_step: number of passes whose gradients add up before an average.
@@ -53,7 +53,7 @@ def DistributedOptimizer(
     made = type(optimizer.__class__.__name__, (_Averaging, optimizer.__class__), {})
     optimizer.__class__ = made
     optimizer._averaged = averaged  # type: ignore[attr-defined]
-    # This is a hook, because a scheduler made earlier calls the old class's method.
+    # This is a hook, because a scheduler that was made earlier calls the method of the old class.
     optimizer.register_step_pre_hook(_before_step)
     return optimizer
 
@@ -122,7 +122,7 @@ class _Averaged:
         self._passes = passes
         self._averagers: list[GradientAverager] = []
         self._seen: dict[GradientAverager, int] = {}
-        """Each averager's number of averages at the last step."""
+        """Number of averages of each averager at the last step."""
         self._covered: set[int] = set()
         """Ids of parameters that have an averager."""
         self.cover(optimizer.param_groups)
@@ -152,7 +152,7 @@ class _Averaged:
             averager.passes = passes
 
     def demand_covered(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raise ValueError for a parameter that needs a gradient but has no averager."""
+        """Raise ValueError if a parameter needs a gradient but has no averager."""
         for number, group in enumerate(param_groups):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and id(parameter) not in self._covered:
@@ -168,7 +168,7 @@ class _Averaged:
         self._average([averager for averager in self._averagers if averager.is_pending])
 
     def average_for_step(self) -> None:
-        """Do the same as `average_pending`, and average gradients that no backward pass has
+        """Do the same as `average_pending`. Also average gradients that no backward pass has
         averaged since the last step."""
         due = []
         for averager in self._averagers:
@@ -181,8 +181,9 @@ class _Averaged:
         self._note_step()
 
     def averaged_closure(self, closure: Callable[[], Any], decides: bool) -> Callable[[], Any]:
-        """Return a closure that averages the gradients. `decides`: the optimizer takes decisions by
-        the loss. All ranks must decide the same, so this closure returns the average loss."""
+        """Return a closure that averages the gradients. `decides`: whether the optimizer takes
+        decisions by the loss. Then the closure returns the average loss, so that all ranks decide
+        the same."""
 
         def compute() -> Any:
             self._note_step()

@@ -62,11 +62,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDeclaration:
-    """Properties of a tensor that all members of a group agree on before they sum it: see
+    """Properties of a tensor on which all members of a group agree before they sum it: see
     `declare`."""
 
     name: str
-    """The name that `push_pull` is called with."""
+    """Name with which `push_pull` is called."""
     dtype: torch.dtype
     """Element type of the tensor."""
     numel: int
@@ -76,14 +76,15 @@ class TensorDeclaration:
     """The ranks that sum, or their ProcessGroup; None for all workers."""
     placement: int | None = None
     wire_dtype: Wire | None = None
-    """The `wire_dtype` that `push_pull` is called with."""
+    """The `wire_dtype` with which `push_pull` is called."""
     device: torch.device | str = "cpu"
-    """Device of the tensor. For a GPU, pinned memory is reserved at declaration."""
+    """Device of the tensor. For a GPU, the declaration reserves pinned memory."""
     piece_of: int = 0
     """If this tensor is a piece of another one: number of elements of the whole tensor, the same on
     all members. Partitions are then as long as those of the whole tensor. 0: this is no piece."""
     in_order: bool = False
-    """Servers add in the order of ranks, not of arrival: a repeated sum has the same bits."""
+    """Whether servers add in the order of ranks, not of arrival. A repeated sum then has the same
+    bits."""
 
 
 def spec_of(tensor: TensorDeclaration) -> Spec:
@@ -113,8 +114,8 @@ def spec_of(tensor: TensorDeclaration) -> Spec:
 def declare(tensors: Sequence[TensorDeclaration]) -> None:
     """Declare many tensors with one message per server; return when all servers have answered.
 
-    The first push_pull of an undeclared name declares it, which takes a round trip. The members of
-    a group may declare its tensors in any order and in different lists.
+    Without this call, the first push_pull of a name declares it, which takes a round trip. The
+    members of a group may declare its tensors in any order and in different lists.
 
     Raises:
         BytePSError: a server does not answer, or members disagree about a tensor.
@@ -132,7 +133,7 @@ def link_gbps() -> float:
 
 
 def server_hosts() -> list[str]:
-    """Return the address of each server, in the order of ranks; an unknown address is empty."""
+    """Return each server's address, in the order of ranks. An unknown address is empty."""
     session.launched()
     return c_lib.server_hosts()
 

@@ -13,9 +13,9 @@ from byteps.torch.wire import feedback
 def state_dict() -> dict[str, dict[str, torch.Tensor]]:
     """Return the rounding losses of each tensor of this process, by the name of its sum.
 
-    The result has the losses of this rank; on the lowest rank of a group it also has the servers'
-    losses. Values are copies in bfloat16 on the CPU. This is not collective: each rank calls it
-    between two steps.
+    The result has the losses of this rank. On the lowest rank of a group it also has the servers'
+    losses. Values are copies in bfloat16 on the CPU. Not collective: each rank calls it between two
+    steps.
 
     Raises:
         BytePSError: a server is lost.
@@ -35,10 +35,11 @@ def state_dict() -> dict[str, dict[str, torch.Tensor]]:
 
 
 def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore losses saved by the same rank of a job of the same size. Current losses are dropped.
+    """Restore losses that the same rank of a job of the same size has saved. Current losses are
+    dropped.
 
-    All ranks call this between the same steps. The losses of a tensor are applied when the tensor
-    is sent next.
+    All ranks call this between the same steps. A tensor's losses are applied when the tensor is
+    sent next.
     """
     feedback.drop()
     for name, saved in state.items():

@@ -1,4 +1,4 @@
-"""Metrics and settings of this worker.
+"""Metrics and settings of this worker. `byteps.torch` re-exports these functions.
 
 `byteps.torch` re-exports this module's functions.
 """
@@ -32,7 +32,7 @@ class Endpoint(TypedDict):
     plane: str
     """"control" or "data"."""
     index: int
-    """Index among the endpoints of this plane to this peer."""
+    """Index among the endpoints of this plane that lead to this peer."""
     messages_sent: int
     bytes_sent: int
     """Bytes of messages and their values, without the transport's own control traffic."""
@@ -42,7 +42,7 @@ class Endpoint(TypedDict):
     bytes_in_place: int
     """Received values that the device wrote directly into the tensor or its pinned buffer."""
     values_offered: int
-    """Values in place whose address the sender knew from the request."""
+    """Values written in place because the request had told the sender their address."""
     values_in_pool: int
     bytes_in_pool: int
     """Received values that the device wrote into memory of the transport, then copied."""
@@ -62,7 +62,8 @@ class NicTraffic(TypedDict):
 
 
 def get_metrics() -> dict[str, Any]:
-    """Return this worker's counters since the process began, and the current length of its queues.
+    """Return this worker's counters since the start of the process, and the current length of its
+    queues.
 
     Names and meanings are in docs/use/observability.md, and are the same in Prometheus. Each value
     is an int or a `Histogram`. "nics" is a list of `NicTraffic`, "rdma_endpoints" a list of
@@ -103,5 +104,5 @@ def setting[T: (bool, float, int, str)](
 
 
 def get_pushpull_speed() -> tuple[int, float]:
-    """Return (ms since the epoch, MB/s of tensors summed over the last 10 s; 0.0 if none was)."""
+    """Return (ms since the epoch, MB/s of tensors that were summed in the last 10 s, or 0.0)."""
     return c_lib.pushpull_speed()

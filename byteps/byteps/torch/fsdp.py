@@ -27,9 +27,9 @@ from byteps.torch.wire import WireType
 from torch._compile import _disable_dynamo
 
 NONE = "none"
-"""Value of a setting: the collectives stay with NCCL or gloo."""
+"""Value of a setting: these collectives stay with NCCL or gloo."""
 _FIRST = "2.9"
-"""First version of torch whose FSDP2 has the necessary hooks."""
+"""First version of torch whose FSDP2 has the hooks that this module needs."""
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 
 _logger = logging.getLogger(__name__)
@@ -42,16 +42,16 @@ def apply(model: torch.nn.Module, *, wire_dtype: str = "int8", gather_dtype: str
     """Make the FSDP2 modules of a model reduce gradients through the servers.
 
     All ranks call this once, after `fully_shard` and `bps.init()`. Gradients stay with NCCL or gloo
-    if their group is on a single host, or if servers would not be faster. As for all-reduces,
-    BYTEPS_C10D_BACKEND and BYTEPS_C10D_MIN_BYTES influence this choice.
+    if their group is on a single host, or if servers would not be faster. BYTEPS_C10D_BACKEND and
+    BYTEPS_C10D_MIN_BYTES influence this choice, as for all-reduces.
 
     Args:
         model: a model that has modules to which `fully_shard` was applied.
         wire_dtype: type in which gradients travel: "same" (their own), "bf16", "fp16", "int8" or
-            "int4". Servers add in fp32 and round once. "none": they stay with NCCL or gloo.
-        gather_dtype: "int8": parameters that are gathered over hosts travel in blocks of 128 values
-            of 8 bits, and layers compute with the rounded parameters. Optimizers keep the exact
-            parameters. "none": parameters travel in their own type.
+            "int4". Servers add in fp32 and round once. "none": gradients stay with NCCL or gloo.
+        gather_dtype: type in which parameters that are gathered over hosts travel. "int8": blocks
+            of 128 values of 8 bits. Layers then compute with the rounded parameters; optimizers
+            keep the exact ones. "none": the parameters' own type.
 
     Raises:
         BytePSError: torch is too old for this, and the text names its version; or this process is
@@ -87,20 +87,21 @@ def is_asked() -> bool:
 
 
 def was_advised() -> bool:
-    """Return whether this process has said that FSDP2's gradients do not use the servers."""
+    """Return whether this process has logged that FSDP2's gradients do not use the servers."""
     return bool(_advised)
 
 
 def install() -> None:
     """Apply BYTEPS_FSDP_DTYPES to all FSDP2 modules of this process. A second call does nothing.
 
-    If the variable is not set, rank 0 says so once FSDP2 reduces gradients over hosts.
+    If the variable is not set, rank 0 logs this once, when FSDP2 reduces gradients over hosts.
 
     Raises:
         BytePSError: torch is too old for this; the text names its version.
     """
     if not is_asked():
-        with contextlib.suppress(session.BytePSError):  # the advice would be of no use
+        # With too old a torch the advice would be of no use.
+        with contextlib.suppress(session.BytePSError):
             replace_method(_natives()[0], "__call__", _advise)
         return
     wire_dtype, _, gather_dtype = setting("BYTEPS_FSDP_DTYPES", str).partition(",")
@@ -109,7 +110,8 @@ def install() -> None:
 
 
 def _serve(scatter: type, gather: type, wire_dtype: str, gather_dtype: str) -> None:
-    """Make the objects of torch's two classes, or of copies, call this module."""
+    """Make the objects of two classes call this module. The classes are torch's own, or copies of
+    them."""
     if wire_dtype != NONE:
         ours = functools.partial(reduce_scatter, wire_dtype=wire_dtype)
         replace_method(scatter, "__call__", ours)
@@ -127,7 +129,7 @@ def _advise(
     *arguments: Any,
     **named: Any,
 ) -> Any:
-    """Run a reduce-scatter by `native`. Say once, on rank 0, that it does not use the servers."""
+    """Run a reduce-scatter by `native`. Log once, on rank 0, that it does not use the servers."""
     if (
         not _advised
         and session.is_initialized()
@@ -144,8 +146,8 @@ def _advise(
 
 
 def _copy(native: type) -> Any:
-    """Return a class with the behaviour that torch gave its own one, whatever `install` did. torch
-    takes its objects for a user's, and does not replace them."""
+    """Return a class that behaves as torch's own class did before `install`. torch takes objects of
+    this class for a user's, and does not replace them."""
     call = inspect.unwrap(vars(native)["__call__"])
     return type(native.__name__, native.__bases__, {"__call__": call})
 
@@ -181,9 +183,9 @@ def reduce_scatter(
 ) -> Any:
     """Run a reduce-scatter of FSDP2: through the servers if that is faster, otherwise by `native`.
 
-    `native` is the method of torch that this replaces, and `owner` is its object, one per FSDP2
-    module. The other arguments are those of torch's reduce_scatter_tensor. The input's values are
-    undefined afterwards.
+    `native` is torch's method, which this function replaces, and `owner` is its object, one per
+    FSDP2 module. The other arguments are those of torch's reduce_scatter_tensor. The input's values
+    are undefined afterwards.
 
     Raises:
         BytePSError: the job failed, and the text names the peer.
@@ -203,14 +205,14 @@ def reduce_scatter(
         return native(owner, output_tensor, input_tensor, group, op, async_op)
     if async_op:
         return work
-    # On a GPU the current stream waits, and the host does not.
+    # On a GPU only the current stream waits, not the host.
     work.wait()
     return None
 
 
 def _read(op: Any) -> tuple[bool | None, float]:
-    """Return whether an operation averages (None: it is neither a sum nor an average), and the
-    factor by which it multiplies values first."""
+    """Return whether an operation averages, and the factor by which it first multiplies values.
+    None: the operation is neither a sum nor an average."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.AVG:
         return True, 1.0
@@ -246,7 +248,7 @@ def all_gather(
     form = wire.int8()
     _tell_of_gathers(tuple(dist.get_process_group_ranks(group)), input_tensor.dtype)
     # FSDP2 waits for any work that it is given before it copies the parameters. On a CPU it gathers
-    # the next layer's parameters ahead, which hides nothing if the gather holds up the host.
+    # the next layer's parameters ahead. If that gather blocked the host, it would hide nothing.
     is_awaited_later = async_op or not input_tensor.is_cuda
     with torch.no_grad():
         sent = form.empty(input_tensor.numel(), input_tensor.device)
@@ -276,7 +278,7 @@ def _tell_of_gathers(ranks: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 class _Gathering(dist._Work):
-    """An all-gather in flight. Its values are decoded when it is waited for."""
+    """All-gather in flight. Its values are decoded when `wait` is called."""
 
     def __init__(
         self, native: Any, received: torch.Tensor, form: WireType, output: torch.Tensor, size: int
@@ -296,7 +298,7 @@ class _Gathering(dist._Work):
             return True
         if self._native is not None:
             self._native.wait() if timeout == timedelta(0) else self._native.wait(timeout)
-        if received.is_cuda:  # The memory belongs to the stream that has started the all-gather.
+        if received.is_cuda:  # This memory belongs to the stream that has started the all-gather.
             received.record_stream(torch.cuda.current_stream(received.device))
         with torch.no_grad():
             for blocks, values in zip(

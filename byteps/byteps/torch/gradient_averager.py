@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
 _COUNT_BITS = 15
-"""Bits per count of ranks in a parameter's flags. A flags word has four counts; the last has the
-rest of 63 bits."""
+"""Bits per count of ranks in a parameter's flags. A flags word has four counts; the last one has
+the rest of 63 bits."""
 _NEW, _DENSE, _SPARSE, _SPARSE_DIMS = (1 << _COUNT_BITS * field for field in range(4))
-"""Number of ranks with a new, a dense and a sparse gradient; and the sum of the sparse gradients'
-sparse dimensions."""
+"""A one in each count of a flags word: ranks with a new, a dense and a sparse gradient; the sum of
+the sparse gradients' sparse dimensions."""
 
 
 def _count(flags: int, field: int) -> int:
@@ -38,7 +38,7 @@ def _count(flags: int, field: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Covered:
-    """A parameter, with the properties that it had on all ranks when its averager was made."""
+    """Parameter with the properties that it had on all ranks when its averager was made."""
 
     name: str
     parameter: TensorWeakRef
@@ -71,7 +71,7 @@ class _Covered:
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
         """Return the elements of a tensor of this layout in memory order. A complex element becomes
-        a pair of real ones."""
+        two real ones."""
         flat = values.detach().as_strided((values.numel(),), (1,))
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
@@ -80,10 +80,10 @@ class _Covered:
 class _InFlight:
     parameter: torch.Tensor
     before: torch.Tensor | None
-    """The parameter's gradient when the average was started."""
+    """Gradient of the parameter when the average was started."""
     average: torch.Tensor
-    """The tensor that was sent and receives the average. It is `before` itself, if `before` has the
-    layout in which gradients travel."""
+    """Tensor that was sent and that receives the average. It is `before` itself, if `before` has
+    the layout in which gradients travel."""
     handle: int | None
     """Handle of the sum; None if the gradient has no elements."""
     rows: torch.Tensor | None = None
@@ -92,7 +92,7 @@ class _InFlight:
 
 
 def can_cover(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter can have a gradient that servers average.
+    """Return whether a parameter can have a gradient that servers average.
 
     Raises:
         ValueError: the parameter needs a gradient, but servers cannot average its type.
@@ -110,10 +110,10 @@ def can_cover(name: str, parameter: torch.Tensor) -> bool:
 
 
 class GradientAverager:
-    """Averages gradients of a set of parameters, as long as the parameters live.
+    """Averages the gradients of a set of parameters, as long as the parameters live.
 
-    A hook of each parameter keeps the averager alive; the averager holds only weak references. All
-    ranks make the same averagers in the same order.
+    A hook of each parameter keeps the averager alive. The averager holds only weak references to
+    parameters. All ranks make the same averagers in the same order.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GradientAverager:
     ) -> None:
         """
         Args:
-            parameters: parameters by name. None of them has an averager; see `can_cover`.
+            parameters: parameters by name, none of which has an averager; see `can_cover`.
             key: prefix of the names of sums; the same on all ranks, unique within the job.
             passes: number of backward passes whose gradients add up before an average.
             half: whether fp32 and fp64 gradients travel as fp16.
@@ -129,7 +129,7 @@ class GradientAverager:
         self.passes = passes
         self.half = half
         self.key = key
-        """Prefix of the names of its sums."""
+        """Prefix of the names of this averager's sums."""
         self.averages = 0
         """Number of averages so far."""
         self._session = session.number()
@@ -152,7 +152,7 @@ class GradientAverager:
         return bool(self._new or self._passes_made)
 
     def mark(self) -> None:
-        """Treat every gradient as new."""
+        """Mark every gradient as new."""
         for index, covered in enumerate(self._covered):
             parameter = covered.parameter()
             if parameter is not None and parameter.grad is not None:
@@ -175,7 +175,7 @@ class GradientAverager:
         ]
 
     def rejoin(self) -> None:
-        """Start over in another job, whose servers hold no declarations. All ranks call this."""
+        """Start over in another job, whose servers know no declarations. All ranks call this."""
         self.key = agreement.number("gradients", self.describe())
         self._session = session.number()
         self._in_flight.clear()
@@ -183,14 +183,14 @@ class GradientAverager:
         self._take_names()
 
     def _take_names(self) -> None:
-        """Take the names of the sums; servers free them when this object is collected."""
+        """Take the names of the sums. Servers free them when this object is collected."""
         covered = (f"{self.key}/{parameter.name}" for parameter in self._covered)
         self._names = Names(f"{self.key}/new", *covered, owner=self)
 
     # ------------------------------------------------------------------- in a backward pass
 
     def _computed(self, index: int, parameter: torch.Tensor) -> None:
-        """Hook of a parameter: its gradient has been computed."""
+        """Note that a parameter's gradient has been computed. This is the parameter's hook."""
         if session.size() == 1:
             return
         if self._session != session.number():
@@ -231,8 +231,8 @@ class GradientAverager:
         self._flags_handle = _start(self._flags, f"{self.key}/new", average=False)
 
     def complete(self) -> None:
-        """Wait for the flags, then send the gradients that other ranks have new and this rank has
-        not."""
+        """Wait for the flags. Then send the gradients that are new on other ranks but not on this
+        one."""
         assert self._flags is not None
         operations.synchronize(self._flags_handle)
         for index, flags in enumerate(self._flags.tolist()):
@@ -306,8 +306,8 @@ class GradientAverager:
 def average(averagers: Sequence[GradientAverager]) -> None:
     """Average the new gradients of all these averagers.
 
-    Ranks may list them in different orders. This cannot deadlock: each averager sends everything
-    before any averager waits.
+    Ranks may list the averagers in different orders. This cannot deadlock, because each averager
+    sends everything before any averager waits.
     """
     for averager in averagers:
         averager.tell()
@@ -318,8 +318,8 @@ def average(averagers: Sequence[GradientAverager]) -> None:
 
 
 def rejoin() -> None:
-    """Make all averagers of this process start over, together with those of the other ranks, after
-    this process has joined a new job."""
+    """Make all averagers of this process start over after it has joined a new job. All ranks do so
+    together."""
     for averager in _living():
         if averager._session != session.number():
             averager.rejoin()
@@ -346,7 +346,7 @@ _passes: dict[int, list[weakref.ref[GradientAverager]]] = {}
 
 
 def _call_at_end(averager: GradientAverager) -> None:
-    """Call `average` at the end of the backward pass that calls this function."""
+    """Make the running backward pass call `average` at its end."""
     number = torch._C._current_graph_task_id()
     reference = weakref.ref(averager)
     with _lock:
@@ -385,8 +385,8 @@ def _in_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _hook(parameter: torch.Tensor, call: partial[None]) -> None:
     """Register `call` as a hook, which gets the parameter whenever its gradient has been computed.
-    The parameter may be frozen now."""
+    The parameter may be frozen at this time."""
     needed = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch accepts a hook only then
+    parameter.requires_grad_(True)  # torch accepts a hook only on parameters that need a gradient
     parameter.register_post_accumulate_grad_hook(call)
     parameter.requires_grad_(needed)

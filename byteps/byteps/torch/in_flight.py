@@ -1,6 +1,6 @@
 """Operations in flight: keeps their tensors alive, tracks registered memory, calls completions.
 
-RDMA should register a buffer once, even if it is sent every step, and must not use that
+RDMA should register a buffer only once, even if it is sent every step. But it must not use that
 registration for other memory that later gets the same address. So a registration lasts exactly as
 long as the tensor's storage.
 """
@@ -40,10 +40,10 @@ class Completions:
 
         Args:
             handle: handle of an operation.
-            then: must not block for long: later calls wait behind it.
+            then: function that must not block for long, because later calls wait behind it.
 
         Returns:
-            Whether `then` will be called. False: the operation was synchronized already.
+            whether `then` will be called. False: the operation was synchronized already.
         """
         with self._lock:
             self._then[handle] = then
@@ -61,7 +61,7 @@ class Completions:
         return True
 
     def stop(self) -> None:
-        """Stop the thread after it has handled all operations that have ended by now."""
+        """Stop the thread after it has handled the operations that have ended by now."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is None:
@@ -72,7 +72,7 @@ class Completions:
             thread.join()
 
     def forget(self) -> None:
-        """Reset in a forked process, which has neither the thread nor any operation."""
+        """Reset in a forked process, which has neither the thread nor operations."""
         self.__init__()  # type: ignore[misc]
 
     def _run(self) -> None:
@@ -94,7 +94,8 @@ completions = Completions()
 
 
 def has_ended(handle: int) -> bool:
-    """Return whether `synchronize(handle)` would not block; true if the handle was synchronized."""
+    """Return whether `synchronize(handle)` would not block. True if the handle was synchronized
+    already."""
     try:
         return c_lib.poll(handle)
     except ValueError:
@@ -117,9 +118,9 @@ class _Known:
     storage: weakref.ref[torch.UntypedStorage]
     bytes: int
     number: int
-    """Number that the engine gave this memory."""
+    """Number that the engine has given this memory."""
     end: weakref.finalize
-    """Finalizer that unregisters the memory with its storage."""
+    """Finalizer that unregisters the memory when its storage is freed."""
 
 
 _known: dict[int, _Known] = {}
@@ -129,9 +130,9 @@ _known: dict[int, _Known] = {}
 def will_be_sent(tensor: torch.Tensor) -> None:
     """Tell the engine about the storage of a CPU tensor, before values are sent from it.
 
-    Call this for every tensor, so that it replaces stale memory at the same address. The engine
-    forgets a storage at once when it is freed or resized. (Trainers that release memory between
-    steps resize storages; the same address may then have other pages.)
+    The caller does so for every tensor, so that the engine forgets stale memory at the same
+    address. The engine also forgets a storage at once when it is freed or resized. (Trainers that
+    release memory between steps resize storages. The same address may then have other pages.)
     """
     _watch_resizes()
     storage = tensor.untyped_storage()
@@ -150,7 +151,7 @@ _resize = torch.UntypedStorage.resize_
 
 
 def _watch_resizes() -> None:
-    """Wrap `UntypedStorage.resize_` so that it forgets the storage first: torch has no hook for
+    """Make `UntypedStorage.resize_` forget the storage first, because torch has no hook for
     this."""
     if torch.UntypedStorage.resize_ is _resize:
         # torch declares the method in a base class, for all kinds of storage.
@@ -171,7 +172,8 @@ def _forget_memory(address: int, number: int) -> None:
         del _known[address]
 
 
-@dataclass(slots=True, kw_only=True)  # Not frozen: that would take 3 us longer to construct.
+# This class is not frozen, because construction would then take 3 us longer.
+@dataclass(slots=True, kw_only=True)
 class Sum:
     """Tensors of a push_pull."""
 
@@ -188,10 +190,10 @@ class Sum:
     """Stream in which the operation was started, as `wire.current_stream` returns it."""
     wire: WireType
     values: torch.Tensor
-    """The caller's values, which the engine reads if it encodes them itself."""
+    """The caller's values. The engine reads them if it encodes them itself."""
     lost: torch.Tensor | None = None
-    """If rounding losses are kept: their memory, which the engine reads and updates when it encodes
-    the values itself."""
+    """Memory of the rounding losses, if they are kept. The engine reads and updates it when it
+    encodes the values itself."""
 
     def finish(self) -> torch.Tensor:
         """Return the caller's output with the sums in its own type; on a GPU, in the current
@@ -212,10 +214,11 @@ class Sum:
             decode(received, self.wire, self.output.view(-1)[begin:end], skip=skip)
 
     def _give_back(self) -> None:
-        """Return the copy in the wire dtype for its next use."""
+        """Keep the copy in the wire dtype for its next use."""
         if self.received.is_cuda:
             now = torch.cuda.current_stream(self.received.device)
-            # torch would otherwise give the memory to other work of the stream that allocated it.
+            # Without this call, torch would give the memory to other work of the stream that
+            # allocated it.
             if now.cuda_stream != self.stream:
                 self.received.record_stream(now)
         elif registers_memory:
@@ -233,8 +236,8 @@ updates: dict[int, tuple[torch.Tensor, ...]] = {}
 failed: list[Sum | tuple[torch.Tensor, ...]] = []
 """Tensors of failed operations: the transport may read their memory until it is shut down."""
 _wire_copies: dict[str, torch.Tensor] = {}
-"""Unused copies in the wire dtype, by name. They are kept if the transport registers memory, so
-that it registers each copy once."""
+"""Unused copies in the wire dtype, by name. They are kept only if the transport registers memory,
+so that it registers each copy once."""
 _rounds: dict[str, int] = {}
 """Number of sums per name that this process has rounded stochastically in this job."""
 
@@ -270,7 +273,8 @@ def forget() -> None:
 
 
 def forget_name(name: str) -> None:
-    """Release the state kept for a name's next sum: the name now stands for another tensor."""
+    """Release the state kept for the next sum of a name, because the name now stands for another
+    tensor."""
     _wire_copies.pop(name, None)
     _rounds.pop(name, None)
 
@@ -280,7 +284,7 @@ def wire_copy(
 ) -> torch.Tensor:
     """Return a copy of the tensor in the type in which it travels; on a GPU, in the current stream.
 
-    For blocks on the CPU it is only memory, which the engine fills as it sends.
+    For blocks on the CPU the copy is only memory. The engine fills it while it sends.
 
     Args:
         tensor: contiguous.
@@ -307,8 +311,8 @@ def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> 
 
 
 def next_seed(name: str) -> int | None:
-    """Return the seed for the next values that this process rounds under a name, the same as the
-    engine would use (BYTEPS_STOCHASTIC_ROUNDING). None: round to nearest."""
+    """Return the seed for the next values that this process rounds under a name. The engine would
+    use the same (BYTEPS_STOCHASTIC_ROUNDING). None: round to nearest."""
     if not setting("BYTEPS_STOCHASTIC_ROUNDING", bool):
         return None
     number = _rounds.get(name, 0)

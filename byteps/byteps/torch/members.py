@@ -1,8 +1,8 @@
 """Membership of replicas that leave, are lost and come back, as a worker sees it.
 
 The scheduler removes a replica when one of its workers is lost, and sums go on without the replica.
-A replica that comes back joins between two steps. The other replicas choose it by a small sum, so
-that all make the same choice, and one of them sends the state to it (:func:`give_tensors`).
+A replica that comes back joins between two steps. The other replicas agree on it by a small sum,
+and one of them sends it the state (:func:`give_tensors`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from byteps.torch.session import BytePSError
 
 _PRIME = (1 << 31) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer type to read a number's bits in, by element size in bytes. Longer numbers are read as
+"""Integer type for reading a number's bits, by element size in bytes. Longer numbers are read as
 several 32-bit words."""
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return two integers below 2**31, in fp64, computed from all numbers of the tensors. The
-    integers change if a single number changes, or if two different numbers change places."""
+    integers change if one number changes, or if two different numbers change places."""
     plain = weighted = 0
     for index, tensor in enumerate(tensors):
         flat = tensor.detach().contiguous().view(-1)
@@ -59,7 +59,7 @@ _LOOK_EVERY_S = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The scheduler's last report about the replicas; tuples are indexed by replica."""
+    """The scheduler's last report about the replicas. Tuples are indexed by replica."""
 
     epoch: int
     """Increases with each change."""
@@ -68,16 +68,16 @@ class View:
     waiting: tuple[bool, ...]
     """Replicas that are ready to join."""
     ready_epochs: tuple[int, ...]
-    """Epoch in which each replica became ready to join; 0: a member from the beginning."""
+    """Epoch in which each replica became ready to join; 0: it was present from the beginning."""
     donors: tuple[int, ...]
-    """For each joined replica, the replica that has sent the state to it. -1: the replica was
-    present from the beginning, or has not joined yet."""
+    """Donor of each replica: the replica that has sent it the state. -1: the replica was present
+    from the beginning, or has not joined yet."""
     news: str
     """Description of the last change; may be empty."""
 
     def donor(self, joiner: int) -> int:
-        """Return the replica that sends the state to `joiner`. The scheduler has chosen this
-        replica, so all members see the same choice, even if the replica was removed meanwhile.
+        """Return the replica that sends the state to `joiner`. The scheduler has chosen it, so all
+        members know the same donor, even if the donor was removed meanwhile.
 
         Raises:
             BytePSError: no donor was available.
@@ -92,17 +92,17 @@ class Choice:
     """Result of `choose`, the same on all replicas."""
 
     joiner: int
-    """The replica that joins now; -1: none."""
+    """Replica that joins now; -1: none."""
     ready_epoch: int
-    """Epoch in which that replica became ready to join."""
+    """Epoch in which the joining replica became ready to join."""
     present: tuple[bool, ...]
     """Replicas that took part in the sum."""
     leaving: tuple[bool, ...]
-    """Replicas that leave now. If any leaves, no replica joins in the same step."""
+    """Replicas that leave now. In a step in which one leaves, none joins."""
 
 
 def view() -> View:
-    """Return the scheduler's last report; before the first report all replicas are present."""
+    """Return the scheduler's last report. Before the first report all replicas count as present."""
     epoch, present, waiting, ready_epochs, donors, news = c_lib.replicas()
     if not present:
         count = session.replicas()
@@ -125,7 +125,8 @@ def view() -> View:
 
 
 def is_late() -> bool:
-    """Return whether this worker's replica came to a running job, and has to join it."""
+    """Return whether this worker's replica came when the job was running, and still has to join
+    it."""
     return bool(c_lib.is_initialized() and c_lib.is_late())
 
 
@@ -139,35 +140,35 @@ def is_removed() -> bool:
 
 
 def awaited() -> set[str]:
-    """Return the names of tensors for which other workers wait for this worker's next push, because
-    a quorum of replicas (see `init`) have made that push. Empty without a quorum."""
+    """Return the names of tensors whose next push by this worker is awaited: a quorum of replicas
+    (see `init`) have made that push. Empty without a quorum."""
     return set(c_lib.awaited())
 
 
 def take_missing() -> set[int]:
-    """Return the replicas that were missing, since the last call, in a sum of this worker."""
+    """Return the replicas that a sum of this worker has lacked since the last call."""
     size = session.size() // session.replicas()
     return {rank // size for rank in c_lib.take_missing()}
 
 
 def rounds() -> dict[str, tuple[int, int]]:
-    """Return for each name how often this worker has released the name, and how many sums it has
+    """Return, for each name, how often this worker has released the name, and how many sums it has
     begun since the last release. A joining worker needs these counts."""
     return dict(c_lib.rounds())
 
 
 def set_rounds(begun: dict[str, tuple[int, int]]) -> None:
-    """Continue with the `rounds` of the worker of the same local rank in another replica."""
+    """Go on with the `rounds` of the worker of the same local rank in another replica."""
     c_lib.set_rounds(begun)
 
 
 def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     """Choose a replica to join, between two steps. One worker of each replica calls this.
 
-    A replica announces here that it leaves, so that all others learn it at the same step. Its
+    A replica that leaves announces it here, so that all others learn it at the same step. Its
     workers then finish their operations and call :func:`byteps.torch.session.leave`.
 
-    A replica is chosen when every member of `group` sees it waiting since the same epoch. Call
+    A replica is chosen when every member of `group` has seen it waiting since the same epoch. Call
     :func:`take_missing` first, to clear replicas that earlier sums have lacked.
 
     Args:
@@ -188,7 +189,7 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
     total = own.clone()
     ops.push_pull_inplace(total, average=False, name=name, group=group)
     lacking = take_missing()
-    # All members' values are equal if mean and mean square equal this member's own.
+    # If mean and mean square equal this member's own, all members have the same values.
     agreed = total == own * count
     present = tuple(replica not in lacking for replica in range(count))
     leaving = tuple(wish > 0 for wish in total[2 * count :].tolist())
@@ -203,12 +204,13 @@ def choose(name: str, group: Group, *, leaves: bool = False) -> Choice:
 
 def admit(joiner: int, ready_epoch: int, *, asks: bool) -> View | None:
     """Ask the scheduler to admit a waiting replica. All workers of all present replicas call this.
-    No worker may begin a sum before all workers have finished their sums.
+    No worker may begin a sum until all workers have finished theirs.
 
     Args:
         joiner: the replica that :func:`choose` returned.
         ready_epoch: the epoch that :func:`choose` returned.
-        asks: whether this worker asks the scheduler. One worker of each replica does; others wait.
+        asks: whether this worker asks the scheduler. One worker of each replica does; the others
+            wait.
 
     Returns:
         the view that includes the replica, or None if the replica was lost meanwhile.
@@ -228,7 +230,7 @@ def admit(joiner: int, ready_epoch: int, *, asks: bool) -> View | None:
 
 
 def join() -> View:
-    """Report that this worker of a late replica is ready; wait until its replica is admitted. All
+    """Report that this worker of a late replica is ready. Wait until the replica is admitted. All
     workers of the replica call this.
 
     Returns:
@@ -239,7 +241,8 @@ def join() -> View:
     """
     c_lib.say_ready()
     own_replica = session.replica()
-    # Even if `view` shows this replica as present, that may be the default before the first report.
+    # Before the first report, `view` shows this replica as present by default. So its ready epoch
+    # is checked, too.
     return _await(lambda seen: seen.present[own_replica] and seen.ready_epochs[own_replica] > 0)
 
 
@@ -250,9 +253,8 @@ def _await(condition: Callable[[View], bool]) -> View:
     return now
 
 
-# State transfer between two workers, by a sum of both. The workers pass tensors of the same sizes,
-# and servers add the giver's values to zeros of the taker. The values are added as integers, so
-# that every bit arrives.
+# State transfer between two workers, by a sum of both. Both pass tensors of the same sizes: the
+# giver its values, the taker zeros. The values are added as integers, so that every bit arrives.
 
 
 CHUNK_BYTES = 16 << 20
@@ -320,7 +322,7 @@ def _lost(giver: int) -> str:
 def _exchange(
     tensors: Sequence[torch.Tensor], pair: tuple[int, int], name: str, *, gives: bool
 ) -> bool:
-    """Transfer all values; return whether both workers computed the same digest of the values."""
+    """Transfer all values. Return whether both workers computed the same digest of the values."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     chunk = torch.empty(min(CHUNK_BYTES, -(-total // 4) * 4) // 4, dtype=torch.int32)
     digest = 0
@@ -374,5 +376,6 @@ def _padded(blob: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(values: torch.Tensor, before: int = 0) -> int:
-    """Return the CRC-32 of bytes in host memory, continued from `before`."""
+    """Return the CRC-32 of the bytes of a tensor in host memory. `before`: CRC-32 of the bytes
+    before them."""
     return zlib.crc32(memoryview(values.numpy()), before)

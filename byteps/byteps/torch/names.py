@@ -17,14 +17,14 @@ def release(names: Sequence[str], *, group: Group | c_lib.Ranks = None) -> None:
     rounding losses.
 
     Every member of the group calls this, at any time after the same sums. A server frees a tensor
-    once all members that have declared it have released it or left the job. From now on the name
+    when all members that have declared it have released it or left the job. From now on the name
     stands for a new tensor, of any type and shape. Members match declarations of a name by their
-    number of releases, so they may release at different times but must do so equally often, also
+    number of releases. So they may release at different times but must do so equally often, even
     for a name that they have not used.
 
     Operations in flight go on: the tensor is released when the last of them has ended. Does not
-    block, raises no network error, and may be called by a finalizer. Does nothing if this process
-    is in no job.
+    block, and raises no network error, so a finalizer may call it. Does nothing if this process is
+    in no job.
 
     Args:
         names: names given to `push_pull`, `declare` or `c_lib.UpdatedTensor`.
@@ -45,14 +45,13 @@ def release(names: Sequence[str], *, group: Group | c_lib.Ranks = None) -> None:
 
 
 class Names:
-    """The names under which an object sums its tensors. Only this object releases them.
+    """Names under which an object sums its tensors. Only this object releases them.
 
     An object takes names before it declares or sums anything under them, for example when it is
     made. If an older object still has some of the names (it was not closed, and its finalizer has
     not run), these are released first. So a new object under the same names gets new tensors on all
     ranks, independent of garbage collection. `release` releases the names that no newer object has
-    taken. It may be called several times, in any thread, by a finalizer, and after the job has
-    ended.
+    taken. Any thread and any finalizer may call it, several times, even after the job has ended.
 
     Example:
         self._names = Names(f"{prefix}/first", f"{prefix}/second", group=group, owner=self)
@@ -65,8 +64,8 @@ class Names:
 
         Args:
             group: the group with which all names of this object are declared.
-            owner: an object: when it is garbage-collected, the names are released. None: only
-                `release` releases them.
+            owner: object whose garbage collection releases the names. None: only `release` releases
+                them.
 
         Raises:
             BytePSError: this process is in no job.
@@ -95,20 +94,20 @@ class Names:
         if not taken or not c_lib.is_initialized():
             return
         owners, lowest = _owners_in_job(), self._ranks.lowest()
-        # The names are sorted, so that every process releases them in the same order.
+        # Every process releases the names in the same order, so they are sorted.
         own_names = sorted(name for name in taken if owners.get((lowest, name)) == self._number)
         release(own_names, group=self._ranks)
 
 
 _numbers = itertools.count()
 _owners: dict[tuple[int, str], int] = {}
-"""Number of the `Names` object that has a name, by (lowest rank of the group, name)."""
+"""Number of the `Names` object that has a name. Keys: (lowest rank of the group, name)."""
 _job: session.Launch | None = None
 """The job to which `_owners` belongs."""
 
 
 def _owners_in_job() -> dict[tuple[int, str], int]:
-    """Return the owners in this job; owners from an earlier job are dropped."""
+    """Return the owners in this job. Owners from an earlier job are dropped."""
     global _job
     launch = session.launched()
     if launch is not _job:

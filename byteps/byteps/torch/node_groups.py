@@ -1,4 +1,5 @@
-"""The ranks of a host: the pieces of a tensor that they sum first, and their collectives.
+"""The ranks of a host: the pieces of a tensor that they sum before they push, and their
+collectives.
 
 One piece is on the network while the host sums another.
 """
@@ -27,14 +28,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a tensor that is summed separately. The same on all ranks, except `wanted`."""
+    """Part of a tensor that is summed separately. It is the same on all ranks, except `wanted`."""
 
     scatters: tuple[tuple[Range, ...], ...]
-    """Reduce-scatters inside the host. A reduce-scatter is given by the ranges of elements that the
-    ranks of local index 0, 1, ... get."""
+    """Reduce-scatters inside the host. Each is given by the ranges of elements that the ranks of
+    local index 0, 1, ... get."""
     wanted: Range | None
-    """The range whose sum this rank pulls, within the rank's scattered elements laid end to end.
-    None: all of these elements."""
+    """Range whose sum this rank pulls, within this rank's scattered elements laid end to end. None:
+    all of these elements."""
     gather: bool
     """Whether all ranks of the host need the whole piece."""
 
@@ -62,8 +63,8 @@ def are_even(ranges: Sequence[Range]) -> bool:
 def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
     """Cut a tensor that every rank needs as a whole into at most `pieces` pieces.
 
-    The length of every piece but the last is a multiple of `per_host`. If the length of the last
-    piece is not, its last ranges are shorter.
+    The length of every piece is a multiple of `per_host`, except perhaps that of the last piece,
+    whose last ranges are then shorter.
     """
     each = max(1, elements // pieces // per_host) * per_host
     begins = [index * each for index in range(min(pieces, -(-elements // each)))]
@@ -88,8 +89,8 @@ def shard_pieces(
         pieces: approximate number of pieces.
 
     Returns:
-        the pieces, or None if ranks of different local indices own the same shard, or a shard has
-        no owner: the pushed parts would then overlap or be incomplete.
+        the pieces. None if ranks of different local indices own the same shard, or a shard has no
+        owner: the pushed parts would then overlap or be incomplete.
     """
     per_host = len(owned[0])
     parts = [sorted({shards[index] for shards in owned}) for index in range(per_host)]
@@ -160,8 +161,8 @@ class NodeGroup:
             self.add_in_order(output, source)
 
     def add_in_order(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Do the same as `reduce_scatter`, but add in the order of ranks, and half types in fp32,
-        rounded once."""
+        """Do the same as `reduce_scatter`, but add in the order of ranks. Half types are added in
+        fp32 and rounded once."""
         received = torch.empty_like(source)
         options = dist.AllToAllOptions()
         sent = source.view(torch.uint8), received.view(torch.uint8)
@@ -195,10 +196,10 @@ class NodeGroup:
 class NodeGroups:
     """Creates and caches the node groups of a process.
 
-    ``torch.distributed.new_group`` must be called by all ranks of the job in the same order, or by
-    ranks that have made the same number of groups before. Ranks that wrap different models cannot
-    do either. So this class does not use it: the members of a group meet in torch.distributed's
-    store (:mod:`byteps.launcher.meeting`).
+    All ranks of the job must call ``torch.distributed.new_group`` in the same order, or the calling
+    ranks must have made the same number of groups before. Ranks that wrap different models can do
+    neither, so this class does not use it. Instead the members of a group meet in
+    torch.distributed's store (:mod:`byteps.launcher.meeting`).
     """
 
     def __init__(self) -> None:
@@ -213,11 +214,12 @@ class NodeGroups:
         purpose: str = "",
         role: str = "",
     ) -> NodeGroup:
-        """Return the group of these ranks: one of `known` if it matches. All members call this.
+        """Return the group of these ranks, which is one of `known` if possible. All members call
+        this.
 
         Blocks until all members have called it. Collectives use NCCL for a CUDA device, otherwise
-        gloo. Each purpose and role has its own group, so that their collectives do not wait for
-        each other.
+        gloo. Each purpose and role has a group of its own, so that their collectives do not wait
+        for each other.
 
         Raises:
             RuntimeError: a member did not call within BYTEPS_OP_TIMEOUT_S.
@@ -233,8 +235,8 @@ class NodeGroups:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
             if purpose:
-                # The clone has its own connection: a thread that waits in the store blocks other
-                # threads of the same client, and this thread may wait for one of these elsewhere.
+                # The clone has a connection of its own. On a shared one, a thread that waits in the
+                # store blocks the others, for which this thread may be waiting elsewhere.
                 store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
             self._made[key] = NodeGroup(_backend(ranks, device, store, purpose + role), len(ranks))
         return self._made[key]
@@ -247,7 +249,8 @@ class NodeGroups:
 
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
-    # This uses torch.distributed only, because a benchmark sums over node groups without a session.
+    # This code uses only torch.distributed, because a benchmark sums over node groups without a
+    # session.
     index = ranks.index(session.first_rank() + dist.get_rank())
     seconds = _op_timeout_s()
     timeout = timedelta(seconds=seconds)
@@ -278,7 +281,7 @@ groups = NodeGroups()
 
 @contextlib.contextmanager
 def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
-    """On a GPU, queue work on a separate stream, after the work queued on the caller's stream so
+    """On a GPU, queue the context's work on a separate stream, after the caller's stream's work so
     far."""
     if not tensor.is_cuda:
         yield
@@ -290,7 +293,7 @@ def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def wait_for_side_stream(tensor: torch.Tensor) -> None:
-    """On a GPU, make the caller's stream wait for the work queued in `on_side_stream` so far."""
+    """On a GPU, make the caller's stream wait for the work that was queued in `on_side_stream`."""
     if tensor.is_cuda:
         stream = stream_for("node groups", tensor.device)
         torch.cuda.current_stream(tensor.device).wait_stream(stream)

@@ -1,11 +1,11 @@
 """Sums over ranks that share hosts: inside each host first, then between the hosts.
 
-If the r ranks of a host each pushed a whole tensor, the host's NIC would carry r times the bytes.
-Here the ranks of a host first reduce-scatter the tensor among themselves (NVLink, or shared
-memory). Then each rank pushes its part, and pulls the sum of this part over the ranks of the same
-local index on all hosts. Finally an all-gather inside the host puts the parts together. The NIC
-carries the tensor once each way. With a sharded optimizer a part consists of the shards that the
-ranks of one local index own; each rank pulls its own shard, and nothing is gathered.
+If each of the r ranks of a host pushed a whole tensor, the host's NIC would carry r times the
+bytes. Instead, the ranks of a host first reduce-scatter the tensor among themselves (NVLink, or
+shared memory). Then each rank pushes its part, and pulls the sum of this part over the ranks of the
+same local index on all hosts. Finally an all-gather inside the host puts the parts together. So the
+NIC carries the tensor once each way. With a sharded optimizer, a part consists of the shards that
+the ranks of one local index own; each rank pulls its own shard, and nothing is gathered.
 
 A tensor is cut into a few pieces, so that one piece is summed inside the host while others are on
 the network. On a GPU all work is queued on a separate stream and :meth:`NodeSum.start` returns at
@@ -60,7 +60,7 @@ __all__ = [
 
 
 PIECES = 8
-"""Largest number of pieces per tensor. A piece has at least BYTEPS_NODE_PIECE_BYTES."""
+"""Most pieces per tensor. A piece has at least BYTEPS_NODE_PIECE_BYTES."""
 
 
 def piece_count(part_bytes: int) -> int:
@@ -75,7 +75,7 @@ def scatter(
     `flat` if possible.
 
     With `in_order` the sum of an element depends neither on the element's position nor on how the
-    ranks are connected. (The sum of two values never does.)
+    ranks are connected. (The sum of only two values never does.)
     """
     lengths = [longest(ranges) for ranges in piece.scatters]
     if piece.is_in_place:
@@ -111,7 +111,7 @@ class Push:
     name: str
     nbytes: int
     piece_of: int
-    """Bytes that the rank pushes of the whole tensor. Partitions of a piece are as long as if the
+    """Bytes of the whole tensor that the rank pushes. Partitions of a piece are as long as if the
     whole were pushed at once."""
     group: tuple[int, ...]
     placement: int
@@ -135,7 +135,7 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSum:
-    """The sum of a tensor over ranks on several hosts. It can be started any number of times."""
+    """Sum of a tensor over ranks on several hosts. It can be started any number of times."""
 
     name: str
     """Name of the sum: different for each tensor, the same on all ranks."""
@@ -145,19 +145,20 @@ class NodeSum:
     """Ranks of this host, in the order of the layout."""
     pieces: tuple[Piece, ...]
     average: bool = False
-    """Average over all ranks of the layout instead of summing. Values are divided by the number of
-    ranks per host before they are added, and by the number of hosts after."""
+    """Whether to average over all ranks of the layout. Values are divided by the number of ranks
+    per host before they are added, and by the number of hosts after."""
     priority: int = 0
     placement: int = 0
     wire_dtype: Wire | None = None
     """Type in which the tensor travels between hosts; None: the tensor's own type. Inside the host,
     values are added in the tensor's own type."""
     in_order: bool = False
-    """Servers add in the order of hosts, not of arrival."""
+    """Whether servers add in the order of hosts, not of arrival."""
 
     def pushes(self, rank: int, element_size: int) -> list[Push]:
         """Return the push-pulls of a rank, one per piece."""
-        key = rank, element_size, session.number()  # Another job may cut tensors differently.
+        # The session is part of the key, because another job may cut tensors differently.
+        key = rank, element_size, session.number()
         if key not in self._pushes:
             self._pushes[key] = self._make_pushes(rank, element_size)
         return self._pushes[key]
@@ -183,7 +184,7 @@ class NodeSum:
         return pushes
 
     def take_names(self, rank: int, element_size: int, owner: object = None) -> Names:
-        """Take the names under which a rank pushes; the returned object releases them."""
+        """Take the names under which a rank pushes. The returned object releases them."""
         pushes = self.pushes(rank, element_size)
         return Names(*(push.name for push in pushes), group=pushes[0].group, owner=owner)
 
@@ -200,7 +201,7 @@ class NodeSum:
     def declarations(
         self, rank: int, dtype: torch.dtype, device: torch.device
     ) -> list[engine.TensorDeclaration]:
-        """Return a rank's declarations of a tensor of this type and device, for `bps.declare`."""
+        """Return a rank's declarations, for `bps.declare`, of a tensor of this type and device."""
         return [
             engine.TensorDeclaration(
                 name=push.name,
@@ -220,8 +221,8 @@ class NodeSum:
     def start(self, tensor: torch.Tensor, *, streamed: bool = False) -> PendingNodeSum:
         """Start summing a contiguous tensor in place.
 
-        All ranks of a host call this in the same order. Elements whose sum this rank does not need
-        are undefined afterwards.
+        All ranks of a host call this in the same order. Afterwards, elements whose sum this rank
+        does not need are undefined.
 
         Args:
             tensor: a tensor of the length for which the pieces were cut.
@@ -273,7 +274,7 @@ def whole_sum(
     Args:
         name, layout, average, wire_dtype: see `NodeSum`.
         like: a tensor of the same length, type and device.
-        known: groups of torch.distributed; a group of this host's ranks is reused.
+        known: groups of torch.distributed. A group of this host's ranks is reused.
         purpose: purpose of the group of this host's ranks: see `NodeGroups.get`.
     """
     ranks = layout.on_host_of(session.rank())
@@ -291,7 +292,7 @@ def whole_sum(
 
 @dataclass(kw_only=True)
 class PendingNodeSum:
-    """A sum in flight, and the tensors that must live until it ends."""
+    """Sum in flight, and the tensors that must live until it ends."""
 
     flat: torch.Tensor
     node: NodeGroup
@@ -304,7 +305,7 @@ class PendingNodeSum:
         return [handle for _, _, handle in self.pending]
 
     def wait(self) -> None:
-        """Wait until the sums are there, on a GPU for the current stream. A second call does
+        """Wait until the sums are there. On a GPU only the current stream waits. A second call does
         nothing.
 
         All ranks of a host call this in the same order.
@@ -321,11 +322,11 @@ class PendingNodeSum:
             wait_for_side_stream(self.flat)
 
     def receive(self, gatherer: NodeGroup) -> None:
-        """Do the same as `wait`, in the current stream. `gatherer`: group of the host's ranks for
-        the gather.
+        """Do the same as `wait`, in the current stream. `gatherer`: group of this host's ranks that
+        gathers the parts.
 
-        If streams wait for servers, `gatherer` must not be `node`, because collectives of the same
-        group wait for each other.
+        If streams wait for servers, `gatherer` must not be `node`, because collectives of one group
+        wait for each other.
         """
         pending, self.pending = self.pending, []
         with torch.no_grad():
@@ -349,7 +350,8 @@ class PendingNodeSum:
 
 
 def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> torch.Tensor:
-    """Return the ranges laid end to end, each padded with zeros: a view if they already lie so."""
+    """Return the ranges laid end to end, each padded with zeros. The result is a view if they
+    already lie so."""
     adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     if adjacent and are_even(ranges):
         return flat[ranges[0][0] : ranges[-1][1]]
@@ -365,19 +367,19 @@ def _is_view(part: torch.Tensor, flat: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRanks:
-    """The ranks of this host. All of these ranks call the methods in the same order."""
+    """Ranks of this host. All of these ranks call the methods in the same order."""
 
     group: NodeGroup
     local: int
     """This rank's index among the ranks of this host."""
     average: bool = False
-    """Gradients are divided by the number of these ranks before they are added."""
+    """Whether gradients are divided by the number of these ranks before they are added."""
     in_order: bool = False
     """See `nodes.scatter`."""
 
     def scatter(self, gradients: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Sum a piece of `gradients`; return this rank's shard of the sum, as a view of them if
-        possible."""
+        """Sum a piece of `gradients`. Return this rank's shard of the sum, as a view of `gradients`
+        if possible."""
         return scatter(gradients, piece, self.group, self.local, in_order=self.in_order)
 
     def gather(self, target: torch.Tensor, piece: Piece, shard: torch.Tensor) -> None:
@@ -385,8 +387,8 @@ class HostRanks:
         gather(target, piece, shard, self.group)
 
     def of_each(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return every rank's `own`, in the order of ranks. These tensors have one dimension and
-        the same length."""
+        """Return every rank's `own`, in the order of ranks. All have one dimension and the same
+        length."""
         gathered = own.new_empty(self.group.size * own.numel())
         with self.stream(own):
             self.group.all_gather(gathered, own)
@@ -394,7 +396,8 @@ class HostRanks:
 
     @contextlib.contextmanager
     def stream(self, tensor: torch.Tensor, *, joins: bool = True) -> Iterator[None]:
-        """Context in which GPU work is queued on the stream of the collectives inside the host.
+        """Return a context in which GPU work is queued on the stream of the collectives inside the
+        host.
 
         `joins`: at the end of the context, the caller's stream waits for this work.
         """

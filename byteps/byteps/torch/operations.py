@@ -54,13 +54,13 @@ class RanksCache:
     group would take most of the time of a push."""
 
     MOST = 256
-    """Number of groups that are kept; the oldest are dropped first."""
+    """Limit of cached groups. The oldest are dropped first."""
 
     def __init__(self) -> None:
         self._all = c_lib.Ranks([])
         self._known: dict[int, tuple[Callable[[], object], c_lib.Ranks]] = {}
-        """Known groups, by the id of the user's object: a function that returns this object as long
-        as it lives, and the ranks."""
+        """Cached groups by the id of the user's object. A value consists of a function that returns
+        this object as long as it lives, and of the ranks."""
 
     def ranks(self, group: Group) -> c_lib.Ranks:
         """Return the ranks of a group. Raises ValueError if `group` is no group."""
@@ -73,7 +73,7 @@ class RanksCache:
         if isinstance(group, tuple):
             self._keep(group, lambda: group, ranks)
         elif isinstance(group, torch.distributed.ProcessGroup):
-            # The reference is weak, because the program owns the group.
+            # The cache has a weak reference, because the program owns the group.
             self._keep(group, weakref.ref(group), ranks)
         return ranks
 
@@ -88,7 +88,7 @@ _cache = RanksCache()
 
 
 def engine_ranks(group: Group) -> c_lib.Ranks:
-    """Return the ranks of a group for c_lib; cached for groups that cannot change.
+    """Return the ranks of a group for c_lib. The result is cached if the group cannot change.
 
     Raises:
         ValueError: `group` is no group, or this rank is no member of it.
@@ -108,12 +108,12 @@ def make_spec(
     device: int,
     in_order: bool,
 ) -> Spec:
-    """Describe, for c_lib, a tensor of `numel` elements that travels as `form`.
+    """Return c_lib's description of a tensor of `numel` elements that travels as `form`.
 
     Args:
-        piece_of: number of elements of the whole tensor, if this is a piece of it; or 0.
+        piece_of: number of elements of the whole tensor if this is a piece of it, otherwise 0.
         device: number of the GPU; -1 for the CPU.
-        in_order: servers add in the order of ranks.
+        in_order: whether servers add in the order of ranks.
     """
     lengths = form.nbytes(numel), form.nbytes(piece_of)
     return (
@@ -125,14 +125,14 @@ def make_spec(
 type _Described = tuple[
     torch.dtype, int, int, bool, c_lib.Ranks, int | None, Wire | None, int, bool
 ]
-"""Type, elements, GPU, average, ranks, placement, wire type, elements of the tensor that it is a
-piece of, and whether servers add in the order of ranks."""
+"""A description without the name: type, elements, GPU, average, ranks, placement, wire type,
+elements of the tensor of which this is a piece, and whether servers add in the order of ranks."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """Properties of the last sum of a name. The next sum mostly has the same, and then skips checks
-    and conversions, which take a large part of a small sum's time."""
+    """Properties of the last sum of a name. The next sum mostly has the same properties. It then
+    skips checks and conversions, which take a large part of a small sum's time."""
 
     described: _Described
     form: WireType
@@ -186,7 +186,7 @@ def start(
         tensor: any shape, contiguous, an element type of `wire.DTYPES`. Do not change it before
             `synchronize`. CUDA tensors are read after the current stream's work so far.
         output: same shape, type and device; may be `tensor` itself.
-        average: divide the sum by the size of the group; integers are rounded down.
+        average: whether to divide the sum by the size of the group. Integers are rounded down.
         name: identifies the sum; the same on all members, different for each tensor. A name keeps
             its size, type, average and group until it is released, and groups with the same lowest
             rank need different names.
@@ -194,21 +194,22 @@ def start(
         group: the ranks that sum, or their ProcessGroup; None for all workers.
         placement: server of the first partition, modulo the number of servers; the other partitions
             follow round robin. None: computed from the name.
-        pull: range of elements of the flattened tensor whose sums are wanted: the first, and the
-            last plus one. The rest of `output` stays unchanged. Members may pull different ranges,
-            as in a sharded optimizer. None: all elements.
+        pull: range of elements of the flattened tensor whose sums this member gets: the first, and
+            the last plus one. The rest of `output` stays unchanged. Members may pull different
+            ranges, as in a sharded optimizer. None: all elements.
         wire_dtype: type in which the tensor travels, the same on all members. torch.bfloat16 or
             torch.float16: for fp32 and fp64 tensors; each value is rounded before it is sent, the
             server adds in fp32, and rounds the sum once. "int8" or "int4": for fp32, bf16 and fp16
             tensors; blocks of 128 values (`byteps.torch.wire`). None: the tensor's own type.
         piece_of: number of elements of the whole tensor, if `tensor` is a piece of it: see
             `TensorDeclaration`.
-        in_order: servers add values in the order of ranks, not of arrival: a repeated sum has the
-            same bits. The same on all members.
-        checked: the caller has checked the tensor's type, layout and device.
-        streamed: on a GPU, `synchronize` returns at once and makes the current stream wait for the
-            sum, unless this would take too much pinned memory (BYTEPS_STREAMED_BYTES). If the sum
-            then fails, the stream goes on with NaN, and the next call that starts a sum raises.
+        in_order: whether servers add values in the order of ranks, not of arrival. A repeated sum
+            then has the same bits. The same on all members.
+        checked: whether the caller has checked the tensor's type, layout and device.
+        streamed: on a GPU, whether `synchronize` returns at once and makes the current stream wait
+            for the sum. If that would take too much pinned memory (BYTEPS_STREAMED_BYTES), it waits
+            as usual. If a streamed sum fails, the stream goes on with NaN, and the next call that
+            starts a sum raises.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
@@ -245,7 +246,7 @@ def _start(
     priority: int,
     streamed: bool,
 ) -> int:
-    """Start an operation like `start`, with checked arguments."""
+    """Start an operation like `start`. The arguments were checked before."""
     name, device = known.spec[0], known.described[2]
     form, values, received, lost, forgets = known.form, tensor, output, None, False
     if form.memory != tensor.dtype:
@@ -256,7 +257,7 @@ def _start(
     if in_flight.registers_memory and device < 0:
         in_flight.will_be_sent(tensor)
         in_flight.will_be_sent(received)
-    # The arguments are positional, because nanobind takes longer to match names.
+    # The arguments are positional, because nanobind needs longer to match names.
     handle = known.tensor.push_pull(
         tensor.data_ptr(),
         received.data_ptr(),
@@ -282,7 +283,7 @@ def _start(
 
 
 def forget(names: Sequence[str]) -> None:
-    """Forget these names: the next tensor under each name is a new tensor."""
+    """Forget what is cached for these names: the next tensor under each name is a new one."""
     for name in names:
         _known.pop(name, None)
         in_flight.forget_name(name)
@@ -302,7 +303,7 @@ def start_streamed_inplace(
     piece_of: int = 0,
     in_order: bool = False,
 ) -> int:
-    """Start an in-place sum of a GPU tensor. Streams wait for the sum; see `start`."""
+    """Start an in-place sum of a GPU tensor for which streams wait; see `start`."""
     return start(
         tensor,
         tensor,
@@ -321,7 +322,8 @@ def start_streamed_inplace(
 
 
 def _with_feedback(tensor: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, bool]:
-    """Return `Feedback.of`, after sending losses that were loaded for the servers."""
+    """Return the result of `Feedback.of`. If losses were loaded for the servers, first send
+    them."""
     name = spec[0]
     lost, forgets = feedback.of(name, tensor.numel(), tensor.device, spec)
     of_servers = feedback.take_of_servers(name)
@@ -335,7 +337,7 @@ def _with_feedback(tensor: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, bool
 def read_feedback(name: str, numel: int) -> torch.Tensor:
     """Return the servers' rounding losses of a tensor's last sum, in bfloat16, on the CPU.
 
-    Not collective: any member may call it between two sums.
+    Not collective: any member may call it, between two sums.
 
     Raises:
         BytePSError: a server is lost.
@@ -368,7 +370,7 @@ def _coded(
     wanted: tuple[int, int],
     lost: torch.Tensor | None,
 ) -> tuple[str, int, int, int, int, int, int]:
-    """Return the arguments for tensors that the engine encodes and decodes itself."""
+    """Return c_lib's arguments for tensors that the engine encodes and decodes itself."""
     if output.dtype != values.dtype:
         raise ValueError(f"the tensor is {values.dtype}, the output {output.dtype}")
     return (
@@ -389,11 +391,11 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> torch.Tensor:
     """Block until the sum is there; return the output tensor and forget the handle.
 
-    The host waits only for the servers' answers. Sums of a CUDA tensor are there for work queued on
-    the current stream from now on, as after `wait` in torch.distributed.
+    The host waits only for the servers' answers. A CUDA tensor then has the sums for work that is
+    queued on the current stream from now on, as after `wait` in torch.distributed.
 
-    An exception of a signal handler, such as KeyboardInterrupt, is raised at once. The sum goes on,
-    and the handle may be synchronized again.
+    An exception of a signal handler, such as KeyboardInterrupt, is raised at once. The sum then
+    goes on, and `synchronize` may be called again.
 
     Raises:
         BytePSError: the sum failed; the text says why. Nothing writes to the output any more.
@@ -414,7 +416,7 @@ def synchronize(handle: int) -> torch.Tensor:
 
 
 def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
-    """Make a stream wait for a streamed sum of a GPU tensor; return an object that tells when the
+    """Make a stream wait for a streamed sum of a GPU tensor. Return an object that tells when the
     sum is there.
 
     Like `synchronize` in that stream, this forgets the handle.
@@ -423,7 +425,8 @@ def land(handle: int, stream: torch.cuda.Stream) -> c_lib.Landing:
         BytePSError: the sum has failed already.
     """
     operation = in_flight.sums[handle]
-    if operation.received is not operation.output:  # torch has to convert the sum.
+    # torch has to convert the sum to the output's type.
+    if operation.received is not operation.output:
         return land_by(lambda: synchronize(handle), stream)
     try:
         landing = c_lib.land(handle, stream.cuda_stream)
@@ -444,8 +447,8 @@ def land_by(receive: Callable[[], object], stream: torch.cuda.Stream) -> c_lib.L
 def future(handle: int) -> torch.futures.Future[torch.Tensor]:
     """Return a future of the result of `synchronize(handle)`. Do not use the handle afterwards.
 
-    A thread of this process completes it. On a GPU, waiting for the future includes the tensor's
-    copy.
+    A thread of this process completes the future. On a GPU, a wait for the future includes the
+    tensor's copy.
 
     Raises:
         ValueError: there is no such handle, or it was synchronized already.
@@ -477,9 +480,9 @@ def start_update(
     """Start an operation of a c_lib.UpdatedTensor; return a handle for `wait_update`.
 
     Args:
-        start: starts the operation and returns its handle.
-        tensors: tensors that the operation reads or writes; they are kept alive until it has ended.
-        numbers: small CPU tensor into which the server's answer is written; kept alive too.
+        start: function that starts the operation and returns its handle.
+        tensors: tensors that the operation reads or writes. They are kept alive until it has ended.
+        numbers: small CPU tensor that receives the server's answer. It is kept alive, too.
 
     Raises:
         BytePSError: the job failed.
@@ -498,8 +501,7 @@ def wait_update(handle: int) -> None:
     """Block until an operation of `start_update` has ended.
 
     GPU tensors then have their values for all work that is queued on the current stream after this
-    call. An exception of a signal handler is raised at once, and the handle may be waited for
-    again.
+    call. An exception of a signal handler is raised at once, and this function may be called again.
 
     Raises:
         BytePSError: the operation failed; the text says why.

@@ -1,4 +1,4 @@
-"""Measures the rates that a bucket's sum reaches by each path of :mod:`byteps.routing`."""
+"""Measures the rates that the sum of a bucket reaches by each path of :mod:`byteps.routing`."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ __all__ = [
 ]
 
 # The cost model only counts bytes. Actual rates also depend on other traffic, the transport and
-# cores, and differ between servers and collectives. So before training begins the members of a
+# cores, and differ between servers and collectives. So before training begins, the members of a
 # group sum a scratch tensor by both routes, interleaved.
 
 
 FIRST_BYTES = 1 << 20
 MOST_BYTES = 64 << 20
 LONG_ENOUGH_S = 0.3
-"""Duration of a sum, in seconds, from which its time shows the rate of the links. A shorter sum
-would show the latency, which is tens of milliseconds on slow links and busy hosts, and which
-matters little for the long buckets of a step."""
+"""Least time in seconds of a sum from which rates are computed. A shorter sum would measure the
+latency: tens of milliseconds on slow links and busy hosts. The latency matters little for the long
+buckets of a step."""
 ROUNDS = 3
 
 Try = Callable[[torch.Tensor], None]
-"""A function that sums a tensor, or a part of it, in place, and returns when the sum is there."""
+"""Function that sums a tensor, or a part of it, in place. It returns when the sum is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ def measure(
 
     Args:
         what: the sum that training will make; the scratch tensor has at most its size.
-        network: the job's network, of which only the loads are used, not the rates.
-        tries: function that sums by each possible route.
+        network: the job's network. Only its loads are used, not its rates.
+        tries: for each possible route, a function that sums by it.
         group: the data-parallel group.
         like: a tensor of the gradients' type and device.
 
@@ -111,11 +111,12 @@ def measure(
     size = min(FIRST_BYTES, most)
     while True:
         members = len(what.hosts)
-        # The number is a multiple of the number of members, so that each owns as many elements.
+        # The number is a multiple of the number of members, so that each member owns equally many
+        # elements.
         elements = -(-size // like.element_size() // members) * members
         scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
         for way in ways:
-            tries[way](scratch)  # The first sum declares the tensor and connects.
+            tries[way](scratch)  # The first sum also declares the tensor and connects.
         once = {way: _seconds(tries[way], scratch, group) for way in ways}
         if size >= most or min(once.values()) >= LONG_ENOUGH_S:
             break
@@ -138,7 +139,7 @@ def measure(
 
 def _seconds(run: Try, scratch: torch.Tensor, group: torch.distributed.ProcessGroup) -> float:
     """Return the time of the slowest member; the same on all of them."""
-    _slowest(0.0, scratch.device, group)  # This makes all members begin together.
+    _slowest(0.0, scratch.device, group)  # All members begin together.
     begin = time.perf_counter()
     run(scratch)
     if scratch.is_cuda:

@@ -45,32 +45,32 @@ class BucketSpec:
     host: HostRanks | None = None
     """Ranks of this host that sum first; None: every rank sends its whole bucket."""
     in_order: bool = False
-    """Gradients are added in the order of ranks."""
+    """Whether gradients are added in the order of ranks."""
     speculative: bool = False
-    """Servers may be asked for speculative steps."""
+    """Whether servers may be asked for speculative steps."""
     counts_zeros: bool = False
-    """Servers count gradients that are 0."""
+    """Whether servers count gradients that are 0."""
     savers: Sequence[int] = ()
-    """Ranks among which the elements that they all send are divided for saving; empty: all ranks
-    that send the same elements."""
+    """Ranks that share out the saving of elements that they all send. Empty: all ranks that send
+    the same elements."""
     gaps: Sequence[Range] = ()
     """Ranges of elements whose gradients another bucket sends. In this bucket these gradients count
-    as 0, also for the scale of their block."""
+    as 0, even for the scale of their block."""
 
 
 class ServerBucket:
     """Parameters of one type and device: pushes their gradients, pulls updated parameters.
 
     Gradients and parameters travel in the declarations' wire dtype. If this is a type of blocks of
-    few bits, gradients are pushed in blocks, and the pulled values are differences to add to the
+    few bits, gradients are pushed in blocks, and differences are pulled, which are added to the
     parameters. If the parameters have the wire dtype, updates are pulled straight into the
     parameters. Otherwise (parameters in bf16, gradients in fp32) updates are pulled into the
-    gradients' memory, whose values are no longer needed, and are rounded here, to nearest even as
+    gradients' memory, whose values are no longer needed. They are rounded here, to nearest even, as
     servers round. Parameters of a speculative step always go to the gradients' memory.
 
-    The ranks of a host may sum first; they add in the type of the gradients. Then each rank sends a
-    shard, and the ranks gather the pulled parameters. All ranks of the host make the same calls in
-    the same order, except `squares`, `zeros`, `read` and `load`.
+    The ranks of a host may sum first, in the type of the gradients. Then each rank sends a shard,
+    and the ranks gather the pulled parameters. All ranks of the host make the same calls in the
+    same order, except `squares`, `zeros`, `read` and `load`.
     """
 
     def __init__(
@@ -88,12 +88,14 @@ class ServerBucket:
 
         Args:
             places: places of the parameters, in the order of the flat tensor.
-            gradients: returns the flat gradients of all parameters, on their device. The tensor may
-                move between steps, but must keep its size.
+            gradients: function that returns the flat gradients of all parameters, on their device.
+                The tensor may move between steps, but must keep its size.
             spec: properties that servers are given.
             group_of: index of the parameter group of each parameter.
-            counts: whether this rank's copy of a parameter counts in the norm of the gradients.
-            check: reports, in the step, gradients that changed after they were pushed early.
+            counts: function that says whether this rank's copy of a parameter counts in the norm of
+                the gradients.
+            check: object that reports, in the step, gradients that changed after they were pushed
+                early.
             codecs: codecs of parameters that are not stored as plain values.
 
         Raises:
@@ -124,13 +126,13 @@ class ServerBucket:
         self._savers = list(spec.savers) or self._members
         self.is_first = self._members[0] == session.rank() and not members_of_job.is_late()
         """Whether this rank loads the elements that it sends into the servers. A late replica does
-        not: servers of a running job already have them."""
+        not, because the servers of a running job already have them."""
         self._skipped = Step(1, 1.0, True, [(0.0, 0.0)] * len(spec.rule.groups))
         self._check = check
         self._pushed: Started | None = None
         self._tried: Step | None = None
         self._lies_in_gradients = False
-        """Whether pulled parameters are in the gradients' memory and must be copied."""
+        """Whether pulled parameters are in the gradients' memory, and still have to be copied."""
 
     def close(self) -> None:
         """Release the servers' state; see :meth:`ServerTensor.close`."""
@@ -140,28 +142,30 @@ class ServerBucket:
 
     @property
     def squares(self) -> list[float]:
-        """After `push`: sums of squares of the summed gradients that this rank sends, in parts."""
+        """Sums of squares of the summed gradients that this rank sends, in parts. Valid after
+        `push`."""
         return self._shards.squares
 
     @property
     def zeros(self) -> int:
-        """After `push`: number of zeros among the summed gradients that this rank sends, if servers
-        count them."""
+        """Number of zeros among the summed gradients that this rank sends, if servers count them.
+        Valid after `push`."""
         return self._shards.zeros
 
     @property
     def local(self) -> int:
-        """Index of this rank among the ranks of its host that each send a shard; otherwise 0."""
+        """Index of this rank among the ranks of its host that each send a shard. 0 if the whole
+        bucket is sent."""
         return self._shards.local
 
     def of_host(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of each rank of the host, in the same order on all of them."""
+        """Return the values of each rank of the host, in the same order on all ranks."""
         return self._shards.of_host(values)
 
     # ------------------------------------------------------------------- gradients go up
 
     def push_step(self, step: Step) -> Started:
-        """Start a push; servers update as soon as they have the sum."""
+        """Start a push. Servers update as soon as they have the sum."""
         return self._transfer.push(
             self._without_gaps(self._gradients()),
             lambda tensor, sent, landing: tensor.push_step(sent, landing, step),
@@ -169,21 +173,21 @@ class ServerBucket:
         )
 
     def push_early(self, attempt: Step | None) -> None:
-        """Push gradients that will not change any more; `push` then uses this push."""
+        """Push gradients that will not change any more. `push` then uses this push."""
         self.forget_push()
         gradients = self._gradients()
         if self._check is not None:
             self._check.note(gradients)
-            # The push is a copy, because servers send parameters into the memory that was pushed.
+            # A copy is pushed, because servers send parameters into the memory that was pushed.
             gradients = gradients.clone()
         self._pushed = self._push(attempt, gradients)
 
     def push(self, attempt: Step | None) -> Started:
-        """Start a push, unless `push_early` has started it; servers answer with the sum of squares.
+        """Start a push, unless `push_early` has started it. Servers answer with the sum of squares.
 
         Args:
-            attempt: speculative step. The parameters after this step arrive with the squares, in
-                the gradients' memory. None: no speculative step.
+            attempt: speculative step. The parameters after this step arrive together with the
+                squares, in the gradients' memory. None: the step is not speculative.
 
         Raises:
             RuntimeError: gradients are checked, and one changed after it was pushed.
@@ -214,8 +218,8 @@ class ServerBucket:
         return gradients
 
     def forget_push(self) -> None:
-        """Drop gradients that were pushed early, because gradients are computed anew. Wait until
-        nothing reads or writes their memory any more."""
+        """Drop gradients that were pushed early, because they are computed anew. Wait until nothing
+        reads or writes their memory any more."""
         started, self._pushed = self._pushed, None
         if self._check is not None:
             self._check.forget()
@@ -223,7 +227,7 @@ class ServerBucket:
             return
         self._transfer.end(started)
         if self._shards.has_blocks:
-            feedback.drop()  # The losses belong to gradients that are computed anew.
+            feedback.drop()  # These losses belong to gradients that are computed anew.
         if self._tried is not None:
             self._shards.drop()
             return
@@ -232,8 +236,8 @@ class ServerBucket:
     # ------------------------------------------------------------------- parameters come down
 
     def finish(self, step: Step) -> Started | None:
-        """After `push`: make the step, or skip it. Returns the transfer that was started,
-        if any."""
+        """Make the step that was pushed, or skip it. Return the transfer that was started, if
+        any."""
         if self._tried is None:
             return self._update(step, self._target())
         if step.skip:
@@ -250,13 +254,13 @@ class ServerBucket:
         return self._transfer.update(lambda tensor, landing: tensor.step(landing, step), target)
 
     def _target(self) -> torch.Tensor | None:
-        """Return the tensor to pull updated parameters into; None: the gradients' memory."""
+        """Return the tensor that receives updated parameters; None: the gradients' memory."""
         self._lies_in_gradients = self._shards.dtype != self.parameters.dtype
         return None if self._lies_in_gradients else self.parameters
 
     def wait(self, started: Started, *, failed: bool = False) -> None:
-        """Wait until a transfer has ended. With `failed` (another bucket has failed), do not wait
-        for the ranks of the host.
+        """Wait until a transfer has ended. `failed`: whether another bucket has failed; then do not
+        wait for the ranks of the host.
 
         Raises:
             BytePSError: the transfer failed.
@@ -274,13 +278,13 @@ class ServerBucket:
         write_encoded(self.places, self.parameters, self._codecs)
 
     def reread_parameters(self) -> None:
-        """Read the model's parameters again after something else changed them, such as a loaded
-        checkpoint."""
+        """Read the model's parameters again, after something else, such as a checkpoint, has
+        changed them."""
         read_encoded(self.places, self.parameters, self._codecs)
 
     def settle(self) -> None:
-        """Tell servers now whether the last speculative step is kept, so that their state includes
-        all steps.
+        """Tell servers now whether the last speculative step is kept. Their state then includes all
+        steps.
 
         Raises:
             BytePSError: a server was lost.
@@ -288,8 +292,8 @@ class ServerBucket:
         self._shards.settle()
 
     def give_up(self) -> None:
-        """Before a checkpoint is loaded: drop an undecided speculative step, and gradients that
-        were pushed early. They may belong to a step that failed on this or another rank."""
+        """Drop an undecided speculative step, and gradients that were pushed early. They may belong
+        to a step that failed on this rank or another. Called before a checkpoint is loaded."""
         started, self._pushed = self._pushed, None
         if started is not None:
             with suppress(session.BytePSError):
@@ -300,12 +304,12 @@ class ServerBucket:
 
     def load_parameters(self) -> None:
         """Load the model's parameters into the servers, as if no step had been made. The first rank
-        calls this or, if hosts sum first, all ranks of the first host."""
+        calls this. If hosts sum first, all ranks of the first host do."""
         self._shards.load(0, self.parameters.float().cpu())
 
     def load(self, slot: int, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Load a slot into the servers: for each parameter a tensor of its shape and any float
-        type; 0 for missing parameters."""
+        """Load a slot into the servers. `values`: for each parameter a tensor of its shape and any
+        float type. A missing parameter gets 0."""
         flat = torch.zeros(self.numel)
         for placed in self.places:
             if placed.parameter in values:
@@ -314,14 +318,13 @@ class ServerBucket:
 
     @property
     def held_slot(self) -> int:
-        """Slot with the values of the workers' parameters. If servers send differences, they keep
-        these values in a slot of their own; otherwise the slot of the fp32 parameters has them."""
+        """Slot with the parameters' values on the workers. If servers send differences, they keep
+        these values in a slot of their own. Otherwise it is the slot of the fp32 parameters."""
         return self._shards.held_slot
 
     def load_held(self) -> None:
-        """If servers send differences: load the model's current values, so that the next
-        differences are relative to these. Call this after `load`. The same ranks as for
-        `load_parameters` call this."""
+        """Load the model's current values if servers send differences, so that the next differences
+        are relative to them. The ranks that call `load_parameters` call this, after `load`."""
         if self.held_slot > 0:
             self._shards.load(self.held_slot, self.parameters.float().cpu())
 
@@ -332,8 +335,8 @@ class ServerBucket:
 
     @property
     def owned(self) -> list[Range]:
-        """Ranges of elements that this rank saves: an equal share of each shard that it sends.
-        These are the elements that the rank would own in Megatron's distributed optimizer."""
+        """Ranges of elements that this rank saves: an equal share of each shard that it sends. In
+        Megatron's distributed optimizer the rank would own these elements."""
         ranges = []
         for first, last in self._shards.own:
             size = -(-(last - first) // len(self._savers))
@@ -342,8 +345,8 @@ class ServerBucket:
         return ranges
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """Return the servers' values of these elements (which this rank sends), in fp32, on the
-        CPU."""
+        """Return the servers' values of these elements, in fp32, on the CPU. This rank must send
+        the elements."""
         return self._shards.read(slot, begin, end)
 
     @overload
@@ -355,8 +358,8 @@ class ServerBucket:
     def gather(
         self, slot: int, begin: int, end: int, *, wanted: bool = True
     ) -> torch.Tensor | None:
-        """Return the servers' values of any elements. If hosts sum first, all ranks of the host
-        call this. Returns None if the values are not `wanted` on this rank."""
+        """Return the servers' values of any elements. Return None if they are not `wanted` on this
+        rank. If hosts sum first, all ranks of the host call this."""
         if not wanted and self._shards.host is None:
             return None
         values = self._shards.gather(slot, begin, end)
@@ -364,7 +367,7 @@ class ServerBucket:
 
 
 def least_in_few_bits() -> int:
-    """Default size, in bytes, below which gradients are not sent in few bits."""
+    """Return the default size in bytes below which gradients are not sent in few bits."""
     return setting("BYTEPS_KEEP_BF16_BYTES", int)
 
 
@@ -377,10 +380,10 @@ def cut_parameters(
 
     Args:
         param_groups: parameter groups of a torch optimizer.
-        most_bytes: largest size of a bucket's parameters, in bytes. A larger parameter has a bucket
-            of its own.
-        keeps: true for parameters that must not be in the same bucket as parameters for which it
-            is false.
+        most_bytes: largest size of a bucket's parameters, in bytes. A larger parameter gets a
+            bucket of its own.
+        keeps: function that splits parameters into two kinds. A bucket has parameters of one kind
+            only.
 
     Raises:
         ValueError: no parameter needs a gradient, or servers cannot update a parameter's type.
@@ -432,9 +435,9 @@ def make_buckets(
         rule: the update rule.
         name: name of the optimizer.
         ranks: the group that shares the parameters.
-        average: divide the summed gradients by the size of the group.
+        average: whether to divide the summed gradients by the size of the group.
         most_bytes: largest size of a bucket; see `cut_parameters`.
-        speculative: servers may be asked for speculative steps.
+        speculative: whether servers may be asked for speculative steps.
         form: type of blocks in which gradients travel. Parameters of fewer than two dimensions, or
             of less than `keep_bytes` (None: `least_in_few_bits`), travel in their own type.
 

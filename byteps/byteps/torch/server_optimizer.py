@@ -28,17 +28,18 @@ from torch.amp.grad_scaler import OptState
 
 _logger = logging.getLogger(__name__)
 
-# The alternative protocol of GradScaler lets ranks choose different scales.
+# GradScaler's other protocol lets ranks choose different scales, so the one that torch deprecates
+# is used.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
-"""Optimizers that this process uses, by job and name. This rank is a member of the groups of all of
-them, so the groups of two optimizers of the same name would overlap."""
+"""Optimizers that this process uses, by job and name. Two optimizers of the same name would collide
+on this rank, which is in the groups of both."""
 
 
 _HELD = "worker_param"
-"""Key in a saved state: value of a parameter on the workers, if the parameter is pulled as
-differences."""
+"""Key in a saved state of a parameter's value on the workers. The state has it if the parameter is
+pulled as differences."""
 
 
 def _blocks_of(wire_dtype: str | WireType | None) -> WireType | None:
@@ -60,13 +61,13 @@ class ServerOptimizer(torch.optim.Optimizer):
     schedulers, and call its `step`, `zero_grad` and `state_dict`. Each step uses the current
     learning rate and weight decay of the parameter groups; their other options must not change.
 
-    The parameters, and their gradients, become views of a few flat tensors. Parameters that need no
+    The parameters and their gradients become views of a few flat tensors. Parameters that need no
     gradient are left out; if one needs a gradient later, `step` raises. A parameter without a
-    gradient since `zero_grad` is updated with a gradient of zero; torch would skip it.
+    gradient since `zero_grad` is updated with a gradient of zero, where torch would skip it.
 
     `step` and `load_state_dict` are collective: every member of the group calls them, or all call
-    ``torch.amp.GradScaler.step`` with this object. If a gradient of any member is not finite then,
-    all of them skip the step and lower the scale.
+    ``torch.amp.GradScaler.step`` with this object. In the latter case, if a gradient of any member
+    is not finite, all members skip the step and lower the scale.
 
     Args:
         optimizer: a torch.optim.AdamW or torch.optim.SGD that has made no step. Its parameters are
@@ -76,15 +77,16 @@ class ServerOptimizer(torch.optim.Optimizer):
             names, because servers look up state by name. A name is free again once its optimizer is
             closed or collected on every member.
         group: the ranks that share the parameters, or their ProcessGroup; None for all workers.
-        average: divide the summed gradients by the size of the group.
-        max_norm: if the norm of all summed gradients is larger, they are scaled down to it. A step
-            whose norm is not finite is skipped. None: no clipping, no skipping.
-        clip: used with max_norm; both values give the same bits. "speculate": parameters are pulled
-            into the gradients' memory as if nothing were clipped, while later gradients are still
-            pushed. They are used once the norm is known, and pulled again if it is clipped. After a
-            step the gradients are 0. Servers also keep a step's gradients: 2 bytes per bf16
-            parameter, 4 per fp32 parameter. "wait": parameters are pulled when the norm is known.
-        bucket_bytes: largest size of a flat tensor; a single larger parameter has its own.
+        average: whether to divide the summed gradients by the size of the group.
+        max_norm: largest norm of all summed gradients. If the norm is larger, gradients are scaled
+            down to it. A step whose norm is not finite is skipped. None: no clipping, no skipping.
+        clip: used with max_norm; both values give the same bits. "wait": parameters are pulled when
+            the norm is known. "speculate": parameters are pulled as if nothing were clipped, into
+            the gradients' memory, while later gradients are still pushed. They are used when the
+            norm is known, or pulled again if gradients are clipped. After a step, gradients are 0.
+            Servers also keep a step's gradients: 2 bytes per bf16 parameter, 4 per fp32 parameter.
+        bucket_bytes: largest size of a flat tensor. A larger parameter gets a flat tensor of its
+            own.
         wire_dtype: "int8" or "int4", or `byteps.torch.wire.int8(feedback=True)`: gradients travel
             in blocks of 8 or 4 bits per value, and parameters are pulled as 8-bit differences to
             the workers' values, which servers keep. Parameters of fewer than two dimensions, or of
@@ -98,7 +100,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    """Makes torch's GradScaler call `step` even if this rank has found infinities."""
+    """torch's GradScaler calls `step` even if this rank has found infinities."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.max_norm = max_norm
         self.last_norm: float | None = None
-        """Norm of the last step's summed gradients before clipping; None without max_norm and
+        """Norm of the last step's summed gradients before clipping. None without max_norm and
         GradScaler."""
         self.skipped_steps = 0
         """Number of steps skipped because gradients were not finite."""
@@ -150,7 +152,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         everybody = [parameter for group in self.param_groups for parameter in group["params"]]
         served = {placed.parameter for bucket in self._buckets for placed in bucket.places}
         self._indices = {p: index for index, p in enumerate(everybody) if p in served}
-        """For each parameter that servers keep: its index among all parameters of the optimizer."""
+        """Index of each parameter that servers keep, among all parameters of the optimizer."""
         self._machine = StepMachine(self._buckets, self._rule, self._speculation, name=f"'{name}'")
         for bucket in self._buckets:
             if bucket.is_first:
@@ -159,8 +161,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         _live[session.number(), name] = self
 
     def _demand_free(self) -> None:
-        """Raise ValueError if the name or a parameter is in use on any member. This may be so on
-        some members only, since they collect garbage at different times; so they ask each other."""
+        """Raise ValueError if the name or a parameter is in use on any member. Members ask each
+        other, because they collect garbage at different times."""
         if any(self._taken()):
             gc.collect()
         named, shared = self._sums(self._taken(), "holders")
@@ -192,8 +194,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         return (job, self._name) in _live, shared
 
     def close(self) -> None:
-        """Release the name and the servers' state, so that another optimizer can have the same
-        parameters. Every member calls it.
+        """Release the name and the servers' state. Another optimizer can then have the same
+        parameters. Every member calls this.
 
         `step`, `state_dict` and `load_state_dict` raise afterwards. Does nothing if closed already.
         The parameters keep their values.
@@ -213,23 +215,23 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    # torch's overloads return a loss only with a closure; one signature cannot say that.
+    # torch's overloads return a loss only with a closure. One signature cannot say that.
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scaler: Any = None
     ) -> float | None:
         """Push the gradients and return when the updated parameters are there.
 
-        On a GPU they are there for work queued on the current stream from now on.
+        On a GPU the parameters are there for work that is queued on the current stream from now on.
 
         Args:
             closure: computes gradients and loss anew; the loss is returned.
             grad_scaler: as ``GradScaler.step`` passes it, on all members or on none.
 
         Raises:
-            BytePSError: a member or a server was lost, or members ask for different steps. The
-                parameters may be those of this step on some servers and of the last one on others:
-                only load_state_dict makes them whole.
+            BytePSError: a member or a server was lost, or members ask for different steps. Some
+                servers may have made this step and others not, so only load_state_dict makes the
+                parameters whole.
             ValueError: an option of a parameter group that is fixed has changed; a parameter needs
                 a gradient but needed none when this object was made; or a scaled gradient is fp16,
                 which torch refuses.
@@ -251,7 +253,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             gradients.collect()
         if any(infinity.item() for infinity in infinities.values()):
             # A NaN makes the norm NaN on all members, even if this rank's gradients have changed
-            # since.
+            # since they were checked.
             self._gradients[0].tensor[0] = math.nan
         with self._machine.failing():
             is_skipped = self._step(asks_norm=grad_scaler is not None)
@@ -260,8 +262,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         return loss
 
     def _unscale(self, grad_scaler: Any) -> dict[torch.device, torch.Tensor]:
-        """Divide the gradients by the scale, unless that was done. Returns the tensors in which the
-        scaler, when it updates the scale, finds whether gradients were finite."""
+        """Divide the gradients by the scale, unless that was done. Return the tensors in which the
+        scaler later finds whether gradients were finite."""
         if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             grad_scaler.unscale_(self)
         return grad_scaler._found_inf_per_device(self)
@@ -290,7 +292,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._machine.update(self.param_groups)
             return False
         self._machine.push(self.param_groups)
-        # fsum rounds once, so all members get the same bits, even on different CPUs.
+        # fsum rounds only once, so all members get the same bits, even on different CPUs.
         norm = math.sqrt(math.fsum(part for b in self._buckets for part in b.squares))
         is_finite = math.isfinite(norm)
         scale = 1.0 if self.max_norm is None else clip_scale(norm, self.max_norm)
@@ -298,7 +300,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.last_norm = norm
         self.skipped_steps += not is_finite
         if not is_finite:
-            feedback.drop()  # The losses belong to gradients of a skipped step.
+            feedback.drop()  # These losses belong to gradients of a skipped step.
         advice = self._speculation.advice()
         if advice is not None and self._is_lowest():
             _logger.warning("'%s': %s", self._name, advice)
@@ -319,8 +321,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @property
     def redone_steps(self) -> int:
-        """Number of the steps of `tried_steps` whose gradients were then clipped. Their parameters
-        were pulled again."""
+        """Number of those steps whose gradients were then clipped, so that their parameters were
+        pulled again."""
         return self._speculation.redone
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -333,12 +335,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Return the state in the format of the torch optimizer, read from the servers, on the CPU.
 
         torch's optimizer can load this state, and `load_state_dict` can load torch's. bf16
-        parameters also have "master_param", their fp32 values. If gradients travel in few bits
-        there is also "worker_param", the workers' values, to which the next step adds. Each rank
-        saves its rounding losses by `byteps.torch.feedback_state` and loads them after this state.
-        Otherwise every rank calls `byteps.torch.wire.feedback.drop`, so that a job that goes on and
-        a restarted job make the same steps. Not collective: call it on the rank that saves, while
-        no rank is in `step`.
+        parameters also have "master_param", their fp32 values. If gradients travel in few bits,
+        parameters also have "worker_param", their values on the workers, to which the next step
+        adds. Each rank saves its rounding losses by `byteps.torch.feedback_state`, and loads them
+        after this state. Without them, every rank calls `byteps.torch.wire.feedback.drop` when it
+        saves, so that this job and a restarted one make the same steps. Not collective: the rank
+        that saves calls it, while no rank is in `step`.
 
         Raises:
             BytePSError: a server is lost, or a step failed, so that servers may have different
@@ -396,7 +398,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             for group, theirs in zip(self.param_groups, saved_groups, strict=True)
         ]
         state = state_dict["state"]
-        # All ranks make this check, so that no rank waits for a rank that refuses.
+        # All ranks check this, so that no rank waits for one that refuses.
         self._machine.demand_same_rule(groups)
         self._demand_same_shapes(state)
         counts = {float(state.get(index, {}).get("step", 0)) for index in self._indices.values()}
@@ -410,7 +412,8 @@ class ServerOptimizer(torch.optim.Optimizer):
                 self._load(bucket, state)
         self._pull_parameters()
         feedback.drop()
-        # torch saves no step count for SGD. It matters only to tell the first step from later ones.
+        # torch saves no step count for SGD. The count matters only to tell the first step from
+        # later ones.
         self._machine.end_load(int(max(counts, default=0.0)))
 
     def _load(self, bucket: ServerBucket, state: dict[int, dict[str, Any]]) -> None:
@@ -446,7 +449,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return session.rank() == self._ranks[0]
 
     def _pull_parameters(self) -> None:
-        """Pull parameters after the lowest rank has loaded them."""
+        """Pull parameters that the lowest rank has loaded."""
         self._sums([0.0], "loaded")
         for bucket in self._buckets:
             bucket.pull_parameters()

@@ -17,21 +17,21 @@ GroupNumbers = tuple[float, float, float, bool]
 """(beta1, beta2, eps, False) for AdamW, (momentum, dampening, 0, nesterov) for SGD."""
 Segment = tuple[int, int, bool]
 """Last element plus one, parameter group, and whether gradients count in the norm. A segment begins
-where the one before ends."""
+where the previous one ends."""
 
-# Options that would change the arithmetic. Servers support only these values.
+# Options that would change the arithmetic, with the only values that servers support.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 
 
 class Step(NamedTuple):
-    """A step that workers ask servers for; the same on all members of a group."""
+    """Step that workers ask of servers. It is the same on all members of a group."""
 
     number: int
     """Number of the step, from 1."""
     scale: float
     """Factor for the gradients: below 1 if they are clipped."""
     skip: bool
-    """Whether servers skip the step, and change nothing."""
+    """Whether servers skip the step and change nothing."""
     rates: list[tuple[float, float]]
     """Learning rate and weight decay of each parameter group."""
 
@@ -83,15 +83,16 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def add_segment(segments: list[Segment], end: int, group: int, counted: bool = True) -> None:
-    """Append a segment up to `end`, merged with the last segment if their properties are equal."""
+    """Append a segment that ends at `end`. It is merged with the last one if their properties are
+    equal."""
     if segments and segments[-1][1:] == (group, counted):
         segments.pop()
     segments.append((end, group, counted))
 
 
 def cut_segments(segments: Sequence[Segment], cut: Range, length: int) -> list[Segment]:
-    """Return the segments of elements `cut`, then a segment of padding up to `length` that does not
-    count in the norm."""
+    """Return the segments of the elements in `cut`, then a segment of padding up to `length`, which
+    does not count in the norm."""
     begin, end = cut
     segments_of_range: list[Segment] = []
     before = 0
@@ -122,29 +123,29 @@ class PlacedParameter(NamedTuple):
         return self.begin + self.parameter.numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's elements of a flat tensor, in the parameter's shape, as a view."""
+        """Return the parameter's elements of a flat tensor, as a view in the parameter's shape."""
         return flat[self.begin : self.end].view(self.parameter.shape)
 
 
 class Codec(Protocol):
-    """Reads and writes a parameter whose memory does not hold plain values, for example in fp8."""
+    """Reads and writes a parameter whose memory does not hold plain values, such as one in fp8."""
 
     def read(self) -> torch.Tensor:
         """Return the parameter's values, in the parameter's shape and nominal type."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Store values, of the parameter's shape, rounded to the format of its memory."""
+        """Store values of the parameter's shape. They are rounded to the format of its memory."""
 
 
 Codecs = Mapping[torch.Tensor, Codec]
-"""Codec by parameter. A parameter with a codec keeps its memory; flat tensors have a copy of its
-values."""
+"""Codec by parameter. A parameter with a codec keeps its memory, and flat tensors have a copy of
+its values."""
 
 
 def laid_flat(
     places: Sequence[PlacedParameter], numel: int, device: torch.device, codecs: Codecs
 ) -> torch.Tensor:
-    """Return a flat tensor of `numel` elements with the parameters' values; make the parameters
+    """Return a flat tensor of `numel` elements with the parameters' values. Make the parameters
     views of it.
 
     All parameters have the same type. Elements between them are 0. Parameters with a codec are
@@ -187,7 +188,7 @@ def segments_of(
         places: places of the parameters, in the order of the flat tensor.
         numel: number of elements of the flat tensor. Elements between parameters stay 0.
         group_of: index of the parameter group of each parameter.
-        counts: whether the gradient of a parameter counts.
+        counts: function that says whether the gradient of a parameter counts.
     """
     segments: list[Segment] = []
     for placed in places:
@@ -209,7 +210,7 @@ class FlatGradients:
         self.tensor = torch.zeros(numel, dtype=dtype, device=device)
 
     def collect(self) -> None:
-        """Copy each parameter's gradient into the flat tensor; 0 for a missing gradient."""
+        """Copy each parameter's gradient into the flat tensor. A missing gradient counts as 0."""
         for placed in self._places:
             part, gradient = placed.of(self.tensor), placed.parameter.grad
             if gradient is None:
@@ -227,7 +228,7 @@ class FlatGradients:
             placed.parameter.grad = placed.of(self.tensor)
 
 
-# Check that gradients have not changed after they were pushed (BYTEPS_CHECK_GRADIENTS).
+# Check that gradients do not change after they were pushed (BYTEPS_CHECK_GRADIENTS).
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -240,8 +241,8 @@ class GradientCheck:
     def __init__(
         self, places: Sequence[PlacedParameter], names: Mapping[torch.Tensor, str], advice: str
     ) -> None:
-        """`names` of the parameters, and `advice` on what may have changed a gradient, are used in
-        the error message."""
+        """The error message uses `names` of the parameters, and `advice` on what may have changed a
+        gradient."""
         self._places, self._names, self._advice = places, names, advice
         self._pushed: torch.Tensor | None = None
 
@@ -254,7 +255,8 @@ class GradientCheck:
         self._pushed = None
 
     def error(self, gradients: torch.Tensor) -> RuntimeError | None:
-        """Return an error if a gradient has changed since `note`. Each `note` is checked once."""
+        """Return an error if a gradient has changed since `note`. Each `note` is checked only
+        once."""
         before, self._pushed = self._pushed, None
         if before is None:
             return None
@@ -280,15 +282,15 @@ class GradientCheck:
 
 
 _KEEP, _DROP = 1, 2
-"""Verdicts of the protocol: whether the speculative step is kept."""
+"""Verdicts that the protocol can carry: whether the speculative step is kept."""
 
 
 class ServerTensor:
-    """A flat tensor of parameters whose fp32 values and moments servers keep.
+    """Flat tensor of parameters whose fp32 values and moments servers keep.
 
-    Gradients are pushed and parameters pulled in the declared type. Gradients in blocks of few bits
-    are answered with blocks of `wire.int8()` to add to the parameters. Each started operation needs
-    a `wait`; do not change its tensors before.
+    Gradients are pushed and parameters pulled in the declared type. For gradients in blocks of few
+    bits, servers answer with blocks of `wire.int8()`, to add to the parameters. Call `wait` for
+    each started operation, and do not change its tensors before.
     """
 
     def __init__(
@@ -307,9 +309,10 @@ class ServerTensor:
             declaration: properties that members agree on. For a GPU, its current stream is used.
             rule: the update rule.
             segments: parameter group of each element; they cover the tensor.
-            in_order: servers add the gradients in the order of ranks, not of arrival.
-            speculative: `push_try` will be used, so servers keep memory for the gradients.
-            counts_zeros: servers count gradients that are 0.
+            in_order: whether servers add the gradients in the order of ranks, not of arrival.
+            speculative: whether `push_try` will be used; servers then keep memory for the
+                gradients.
+            counts_zeros: whether servers count gradients that are 0.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
@@ -319,9 +322,9 @@ class ServerTensor:
         self.numel = declaration.numel
         form = wire.of(declaration.dtype, declaration.wire_dtype)
         self.held_slot = len(rule.slot_names) if form.is_block else 0
-        """Slot of the workers' values as servers know them. They may differ from the parameters
+        """Slot with the workers' values, as servers know them. They may differ from the parameters
         (slot 0)."""
-        # Servers keep whole blocks. They add without rounding, so only the worker keeps feedback.
+        # Servers keep whole blocks. They add without rounding, so only the worker needs feedback.
         self._padded = form.values * -(-self.numel // form.values)
         declaration = replace(
             declaration,
@@ -340,23 +343,23 @@ class ServerTensor:
         self._verdict = 0
 
     def close(self) -> None:
-        """Release the servers' state. All members do so; nothing is started afterwards."""
+        """Release the servers' state. All members do so, and start nothing afterwards."""
         self._names.release()
 
     @property
     def squares(self) -> list[float]:
-        """After `push_norm` or `push_try`: the sum of squares of each partition's gradients that
-        count. Not finite if a gradient is not."""
+        """Sum of squares of each partition's gradients that count, after `push_norm` or `push_try`.
+        It is not finite if a gradient is not."""
         return self._sums[:, 0].tolist()
 
     @property
     def zeros(self) -> int:
-        """After `push_norm` or `push_try`: number of gradients that count and are 0, if servers
-        count them."""
+        """Number of gradients that count and are 0, if servers count them. Valid after `push_norm`
+        or `push_try`."""
         return int(self._sums[:, 1].sum().item())
 
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
-        """Start a step; servers update once they have the sum. `gradients` and `parameters` may be
+        """Start a step. Servers update when they have the sum. `gradients` and `parameters` may be
         the same tensor."""
         where = gradients.data_ptr(), parameters.data_ptr()
         return start_update(
@@ -365,7 +368,7 @@ class ServerTensor:
         )
 
     def push_norm(self, gradients: torch.Tensor) -> int:
-        """Start a push; servers answer with the sums of squares."""
+        """Start a push. Servers answer with the sums of squares."""
         where = gradients.data_ptr(), self._sums.data_ptr()
         return start_update(
             lambda: self._tensor.push_norm(*where, self._last_word(), self._stream()),
@@ -374,7 +377,7 @@ class ServerTensor:
         )
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
-        """Start a speculative step; servers answer with the parameters after the step, and with the
+        """Start a speculative step. Servers answer with the parameters after the step, and with the
         sums of squares. `gradients` and `parameters` may be the same tensor. Call `keep`, `drop` or
         `step` next."""
         where = gradients.data_ptr(), parameters.data_ptr(), self._sums.data_ptr()
@@ -386,16 +389,17 @@ class ServerTensor:
         return start_update(start, gradients, parameters, numbers=self._sums)
 
     def keep(self) -> None:
-        """Keep the speculative step. Nothing is sent: the next operation carries the verdict."""
+        """Keep the speculative step. Nothing is sent now: the next operation carries the
+        verdict."""
         self._verdict = _KEEP if self._is_open else 0
 
     def drop(self) -> None:
-        """Drop the speculative step, if there is one. Nothing is sent."""
+        """Drop the speculative step, if there is one. Nothing is sent now."""
         self._verdict = _DROP if self._is_open else 0
 
     def give_up(self) -> None:
-        """Drop the speculative step if this rank has not decided about it, because the step failed
-        on another rank."""
+        """Drop a speculative step on which this rank has not decided, because the step failed on
+        another rank."""
         if self._is_open and not self._verdict:
             self._verdict = _DROP
 
@@ -405,7 +409,7 @@ class ServerTensor:
         return verdict
 
     def step(self, parameters: torch.Tensor, step: Step) -> int:
-        """After push_norm or push_try: start the update."""
+        """Start the update after `push_norm` or `push_try`."""
 
         def start() -> int:
             self._is_open, self._verdict = False, 0
@@ -414,13 +418,13 @@ class ServerTensor:
         return start_update(start, parameters)
 
     def load(self, slot: int, values: torch.Tensor) -> None:
-        """Load fp32 values, on the CPU, into a slot. Load slot 0 first: it zeroes the others, and
-        is taken as the workers' values until `held_slot` is loaded."""
+        """Load fp32 values on the CPU into a slot. Load slot 0 first: this zeroes the others, and
+        its values count as the workers' until `held_slot` is loaded."""
         values = torch.nn.functional.pad(values, (0, self._padded - self.numel)).contiguous()
         wait_update(start_update(lambda: self._tensor.load(slot, values.data_ptr()), values))
 
     def read(self, slot: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return fp32 values of a slot, on the CPU: elements `begin` to `end` (None: to the
+        """Return fp32 values of a slot, on the CPU: elements from `begin` to `end` (None: to the
         last)."""
         end = self.numel if end is None else end
         values = torch.empty(end - begin)
@@ -429,13 +433,13 @@ class ServerTensor:
         return values
 
     def settle(self) -> None:
-        """Send the verdict on the speculative step now, if there is one. Otherwise the next push
-        would send it."""
+        """Send the verdict on the speculative step now, if there is a step. Otherwise the next push
+        would send the verdict."""
         if self._verdict:
             self._read(0, 0, 0, torch.empty(1))
 
     def _read(self, slot: int, begin: int, end: int, values: torch.Tensor) -> None:
-        # Other ranks have not sent the verdict yet. This rank sends it again with its next push.
+        # Other ranks have not sent the verdict yet, so this rank sends it again with its next push.
         where = begin, end, values.data_ptr()
         wait_update(start_update(lambda: self._tensor.read(slot, *where, self._verdict), values))
 

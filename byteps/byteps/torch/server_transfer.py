@@ -3,11 +3,11 @@
 The ranks of a host sum their gradients first, as in :mod:`byteps.torch.nodes`. Each rank then
 pushes its shards in a group with the ranks of the same local index on other hosts. Servers update
 these shards, and an all-gather inside the host gives every rank all parameters. So the host's NIC
-carries gradients and parameters once, not once per rank. A rank alone on its host pushes a single
-shard, the whole tensor.
+carries gradients and parameters once, not once per rank. A rank alone on its host pushes one shard,
+the whole tensor.
 
-Gradients in blocks of few bits are answered with blocks of differences. Each rank adds these to its
-parameters when it waits for them.
+For gradients in blocks of few bits, servers answer with blocks of differences. Each rank adds these
+to its parameters when it waits for them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from byteps.torch.spans import Span, Wait
 from byteps.torch.wire import WireType, feedback
 
 DIFFERENCES = wire.int8()
-"""Type of the servers' answers, for gradients in any type of blocks. Four bits are too few for the
+"""Type of the servers' answers to gradients in blocks of any type. Four bits are too few for the
 steps of Adam, which all have about the same size."""
 
 
 class ShardBlocks:
-    """Memory for blocks of gradients and of differences; shared if both have the same length.
+    """Memory for blocks of gradients and of differences. Both share it if they have the same
+    length.
 
     Attributes:
         arriving: memory for the pulled differences.
@@ -49,7 +50,7 @@ class ShardBlocks:
         )
 
     def encoded(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the encoded gradients; with feedback, earlier losses are added first."""
+        """Return the encoded gradients. With feedback, earlier losses are added first."""
         lost = None
         if self._form.feedback:
             lost, _ = feedback.of(self._name, self._length, gradients.device)
@@ -68,7 +69,7 @@ rank of a host."""
 
 @dataclass(kw_only=True)
 class Shard:
-    """The elements of a piece that this rank sends."""
+    """Elements of a piece that this rank sends."""
 
     piece: Piece
     tensor: ServerTensor
@@ -83,8 +84,8 @@ class Shard:
 
 
 class ServerShards:
-    """A flat tensor of parameters on the servers. The ranks of a host call `of_host` and `gather`
-    in the same order."""
+    """Flat tensor of parameters on the servers. The ranks of a host call `of_host` and `gather` in
+    the same order."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class ServerShards:
         Args:
             declarations: declarations of the tensors that this rank sends: one per element of
                 `pieces`, or one for the whole tensor. Their dtype is that of pulled parameters. If
-                their wire dtype is blocks of few bits, gradients are pushed in such blocks, and
+                their wire dtype is a type of blocks, gradients are pushed in such blocks, and
                 differences are pulled instead of parameters.
             rule: the update rule.
             segments: parameter group of each element; they cover the tensor.
@@ -114,7 +115,8 @@ class ServerShards:
         """
         self.numel = segments[-1][0]
         self.host, self.dtype = host, declarations[0].dtype
-        """`dtype`: type in which parameters are pulled, and gradients pushed if not in blocks."""
+        """`dtype`: type in which parameters are pulled. Gradients are pushed in it, too, unless
+        they travel in blocks."""
         form = wire.of(self.dtype, declarations[0].wire_dtype)
         self.has_blocks = form.is_block
         self.local = 0 if host is None else host.local
@@ -142,14 +144,14 @@ class ServerShards:
 
     @property
     def squares(self) -> list[float]:
-        """After `push_norm` or `push_try`: sums of squares of the gradients that this rank sends
-        and that count in the norm, in parts."""
+        """Sums of squares of the gradients that this rank sends and that count in the norm, in
+        parts. Valid after `push_norm` or `push_try`."""
         return [value for shard in self.shards for value in shard.tensor.squares]
 
     @property
     def zeros(self) -> int:
-        """After `push_norm` or `push_try`: number of zeros among the gradients that this rank sends
-        and that count, if servers count them."""
+        """Number of zeros among the gradients that this rank sends and that count, if servers count
+        them. Valid after `push_norm` or `push_try`."""
         return sum(shard.tensor.zeros for shard in self.shards)
 
     def keep(self) -> None:
@@ -199,20 +201,20 @@ class ServerShards:
         raise ValueError(f"elements {begin} to {end} are not of one shard of this rank: {self.own}")
 
     def gather(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """Return fp32 values of a slot for any elements, on the CPU. All ranks of a host call it
+        """Return fp32 values of a slot for any elements, on the CPU. All ranks of a host call this
         with the same arguments."""
         if self.host is None:
             return self.read(slot, begin, end)
         flat = torch.empty(end - begin)
         for shard in self.shards:
             (ranges,) = shard.piece.scatters
-            # The wanted elements of each rank's shard.
+            # `wanted`: range of each rank's shard that is in the result.
             wanted = [(max(begin - b, 0), min(end, e) - b) for b, e in ranges]
             targets = [b - begin for b, _ in ranges]
             for first, of_each in self._turns(self.host, shard, slot, wanted):
                 for target, (low, high), values in zip(targets, wanted, of_each, strict=True):
                     a = max(low, first)
-                    # The range is empty if this turn has none of the wanted elements.
+                    # The range is empty if this turn has no wanted elements.
                     z = max(a, min(high, first + len(values)))
                     flat[target + a : target + z].copy_(values[a - first : z - first])
         return flat
@@ -220,8 +222,8 @@ class ServerShards:
     def _turns(
         self, host: HostRanks, shard: Shard, slot: int, wanted: Sequence[Range]
     ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-        """Yield turns of (index of the first element, values by rank) that cover the elements of
-        the shards that are `wanted` from any rank of the host."""
+        """Yield (index of the first element, values by rank) for each turn. The turns cover the
+        elements that are `wanted` from any rank of the host."""
         held = [cut for cut in wanted if cut[0] < cut[1]]
         if not held:
             return
@@ -232,7 +234,7 @@ class ServerShards:
             yield first + at, host.of_each(own_part)
 
     def of_host(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of each rank of the host, in the same order on all of them."""
+        """Return the values of each rank of the host, in the same order on all ranks."""
         if self.host is None:
             return [list(values)]
         own_values = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -241,8 +243,8 @@ class ServerShards:
     def stream(
         self, tensor: torch.Tensor, *, joins: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of HostRanks.stream, or a null context if this rank does not sum with
-        other ranks of its host first."""
+        """Return the context of HostRanks.stream. Return a null context if the ranks of this host
+        do not sum first."""
         if self.host is None:
             return contextlib.nullcontext()
         return self.host.stream(tensor, joins=joins)
@@ -253,20 +255,20 @@ _PACKED_AT_ONCE = 1 << 22
 of the conversion."""
 
 Start = Callable[[ServerTensor, torch.Tensor, torch.Tensor], int]
-"""A function that starts an operation on a shard and returns its handle. Its arguments: the shard,
+"""Function that starts an operation on a shard and returns its handle. Its arguments: the shard,
 the tensor to send, and the tensor to receive parameters (the same tensor if none are pulled)."""
 Restart = Callable[[ServerTensor, torch.Tensor], int]
-"""A function that starts an operation on a shard whose gradients were pushed, and returns its
-handle. Its arguments: the shard, and the tensor to receive parameters."""
+"""Function that starts an operation on a shard whose gradients were pushed, and returns its handle.
+Its arguments: the shard, and the tensor to receive parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Operations in flight, one per shard. Ended by :meth:`ShardTransfer.wait`."""
+    """Operations in flight, one per shard. :meth:`ShardTransfer.wait` ends them."""
 
     handles: list[int]
     landings: list[torch.Tensor]
-    """Tensors that receive this rank's shards of the parameters; empty if only norms are pulled."""
+    """Tensors that receive this rank's shards of the parameters. Empty if only norms are pulled."""
     target: torch.Tensor | None
     """Tensor in which all parameters are gathered; None: the gradients' memory."""
 
@@ -274,9 +276,9 @@ class Started:
 class ShardTransfer:
     """Pushes gradients and pulls parameters of one :class:`ServerShards`.
 
-    Gradients may have a wider type than they travel in; ranks of a host add them in their own type.
-    Each started operation needs a `wait`; do not change its tensors before. The ranks of a host
-    make the same calls in the same order.
+    Gradients may have a wider type than the one in which they travel; ranks of a host add them in
+    their own type. Call `wait` for each started operation, and do not change its tensors before.
+    The ranks of a host make the same calls in the same order.
     """
 
     def __init__(self, shards: ServerShards, parameters: torch.Tensor) -> None:
@@ -313,7 +315,8 @@ class ShardTransfer:
         host = self._shards.host
         handles: list[int] = []
         landings: list[torch.Tensor] = []
-        # The caller's stream does not wait here, so the backward pass goes on; `wait` joins it.
+        # The caller's stream does not wait here, so the backward pass goes on. `wait` makes it
+        # wait.
         with self._shards.stream(gradients, joins=False):
             if host is not None and host.average:
                 gradients.div_(host.group.size)
@@ -337,7 +340,7 @@ class ShardTransfer:
             return self._update(start, target, lambda shard: self._landing(shard, target))
 
     def discard(self, start: Restart) -> None:
-        """Do the same as `update`, then wait and discard the parameters. The gradients' memory is
+        """Do the same as `update`, then wait, and discard the parameters. The gradients' memory is
         not touched."""
         self.end(self._update(start, None, _spare))
 
@@ -357,7 +360,7 @@ class ShardTransfer:
         return Started(handles=handles, landings=landings, target=target)
 
     def _landing(self, shard: Shard, target: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor to receive this rank's shard, as a view of `target` or, if there is no
+        """Return the tensor that receives this rank's shard: a view of `target` or, without a
         target, of the gradients' memory."""
         if target is None and shard.blocks is None:
             return _sent(shard)
@@ -382,7 +385,7 @@ class ShardTransfer:
         short = self._in_place(shard, self._short(shard, gradients))
         if short is None:
             short = values.view(dtype)[: values.numel()]
-        # Each slice is read before its memory, or that of later slices, is written.
+        # Each slice is read before its memory or that of later slices is written.
         for source, target in zip(
             values.split(_PACKED_AT_ONCE), short.split(_PACKED_AT_ONCE), strict=True
         ):
@@ -390,7 +393,7 @@ class ShardTransfer:
         return short
 
     def _in_place(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor | None:
-        """Return this rank's shard of a whole piece as a view; None if the shards are not laid end
+        """Return a view of this rank's shard of a whole piece; None if the shards are not laid end
         to end."""
         if not shard.piece.is_in_place:
             return None
@@ -398,8 +401,8 @@ class ShardTransfer:
         return whole[at : at + shard.piece.length]
 
     def _short(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
-        """Return memory for the whole piece in the type in which parameters are pulled: the first
-        part of the memory of the piece's gradients."""
+        """Return memory for the whole piece in the type in which parameters are pulled. It is the
+        first part of the memory of the piece's gradients."""
         begin, end = shard.whole
         memory = gradients[begin:end].view(self._shards.dtype)
         return memory[: end - begin]
@@ -452,7 +455,7 @@ class ShardTransfer:
         host.gather(destination, shard.piece, started.landings[index])
 
     def take(self, parameters: torch.Tensor) -> None:
-        """Copy parameters from the gradients' memory to `parameters`, of any type."""
+        """Copy parameters from the gradients' memory to `parameters`, which may have any type."""
         assert self._gradients is not None
         for shard in self._shards.shards:
             begin, end = shard.whole
@@ -460,7 +463,7 @@ class ShardTransfer:
 
 
 def _arriving(shard: Shard, landing: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that receives a shard meant for `landing`."""
+    """Return the tensor that receives a shard. The shard's destination is `landing`."""
     return landing if shard.blocks is None else shard.blocks.arriving
 
 

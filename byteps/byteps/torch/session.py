@@ -27,9 +27,9 @@ from byteps.torch.wire import feedback
 logger = logging.getLogger(__name__)
 
 BytePSError = c_lib.BytePSError
-"""Raised for every failure in byteps.torch: a lost peer, a timeout, workers that disagree, an
-invalid setting. The text names cause and peer. Invalid arguments raise a subclass that is also a
-ValueError."""
+"""Error that every failure in byteps.torch raises: a lost peer, a timeout, workers that disagree,
+an invalid setting. Its text names cause and peer. For invalid arguments a subclass is raised, which
+is also a ValueError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +45,16 @@ class Launch:
 
 
 _joined_by = -1
-"""Id of the process that joined the job; forked processes are not workers."""
+"""Id of the process that joined the job. Forked processes are no workers."""
 _launch: Launch | None = None
 _sessions = 0
 _handled_at_init = 0
-"""Id of the exception that was being handled when this process joined, if any."""
+"""Id of the exception, if any, that was being handled when this process joined."""
 _lock = threading.Lock()
 
 
 def _launch_of(given: Mapping[str, str]) -> Launch:
-    """Return the launcher's settings from the environment, overridden by `given`. Raises
+    """Return the launcher's settings from the environment. `given` overrides them. Raises
     BytePSError for invalid settings."""
     names = (field.name for field in fields(Launch))
     return Launch(**dict(zip(names, c_lib.launch(given), strict=True)))
@@ -62,7 +62,7 @@ def _launch_of(given: Mapping[str, str]) -> Launch:
 
 def _of_torch() -> tuple[int, int] | None:
     """Return the rank and size in torch.distributed, if this worker uses these. Return None if the
-    environment names a scheduler and sets rank or size itself."""
+    environment names a scheduler, and sets rank or size itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     said = ("RANK", "WORLD_SIZE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER")
@@ -75,7 +75,7 @@ def _after_fork_in_child() -> None:
     """Reset the state in a forked process, since the job belongs to the parent process. c_lib has
     closed this process's copies of the connections, and refuses all calls."""
     global _lock
-    _lock = threading.Lock()  # Another thread of the parent may have held the old lock.
+    _lock = threading.Lock()  # Another thread of the parent may have held the old lock at the fork.
     if not c_lib.is_forked_copy():
         return
     atexit.unregister(_at_exit)
@@ -145,7 +145,8 @@ def _join(
     given: tuple[int, int] | None,
     store: Store | None,
 ) -> None:
-    """Join with these settings. They override the environment, and a local rank that was found.
+    """Join with these settings. They override the environment, and a local rank that was found
+    before.
 
     Args:
         shared: more settings, also passed to a scheduler and servers started here.
@@ -189,7 +190,7 @@ def _gpu() -> str:
         return ""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     numbers = [getattr(gpu, f"pci_{of}_id", -1) for of in ("domain", "bus", "device")]
-    if min(numbers) < 0:  # This build of torch does not report it.
+    if min(numbers) < 0:  # This build of torch does not report the bus id.
         return ""
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
@@ -201,16 +202,16 @@ def shutdown() -> None:
     that has started servers does so at its end. Workers that wait for a push of this worker get an
     error. Does nothing if not initialized, or in a process forked from the worker.
 
-    After a failure `init` may be called again, also with another RANK and WORLD_SIZE. This needs a
-    scheduler to join: a scheduler with ``--keep`` accepts the restarted job, and embedded mode
-    starts a new one. A worker in which a sum failed counts as failed. Tensors must be declared
-    anew, and handles of the last job are invalid.
+    After a failure `init` may be called again, even with another RANK and WORLD_SIZE, if there is a
+    scheduler to join: one with ``--keep`` accepts the restarted job, and embedded mode starts a new
+    one. A worker in which a sum failed counts as failed. Tensors must be declared anew, and handles
+    of the last job are invalid.
 
-    If this function is called while an exception is handled, as in ``finally``, it reports the
-    exception to the other nodes, and the job fails for all of them.
+    If an exception is being handled, as in ``finally``, this function reports it to the other
+    nodes, and the job fails for all of them.
     """
     error = sys.exception()
-    # The job ran inside an exception handler, so this exception is not its end.
+    # The job ran inside an exception handler, so the exception is not the reason for its end.
     if id(error) == _handled_at_init:
         error = None
     _leave(_cause_of(error or _last_error()))
@@ -236,10 +237,10 @@ def leave(reason: str) -> int:
 
 
 def _leave(failure: str) -> None:
-    """Shut down; `failure`: why this process ends, empty if its work is done."""
+    """Shut down. `failure`: why this process ends; empty if its work is done."""
     if os.getpid() != _joined_by:
         return
-    # After a failure servers and scheduler end by themselves, or need no goodbye.
+    # After a failure, servers and scheduler end by themselves, without a goodbye.
     graceful = not c_lib.has_failed()
     if failure and graceful:
         embedded.expect_end()
@@ -257,7 +258,7 @@ def _leave_for_good(failure: str) -> None:
 
 
 def _at_exit() -> None:
-    """At the end of the process, leave the job if an exception ends the process, and report it.
+    """At the end of the process: if an exception ends it, report the exception and leave the job.
     Otherwise leave later, in an exit handler of the C library, which also gets the exit status."""
     failure = _cause_of(_last_error())
     if os.getpid() != _joined_by or failure or c_lib.has_failed():
@@ -271,18 +272,17 @@ def _at_exit() -> None:
 
 
 _outlasts = False
-"""Whether the end of this process waits for its servers that other ranks still use."""
+"""Whether the end of this process waits for its servers, which other ranks may still use."""
 
 
 def _outlast_those_left() -> None:
-    """Make the end of the process wait for servers that the process has started and that other
-    ranks still use."""
+    """Make the end of this process wait for its servers, which other ranks may still use."""
     global _outlasts
     if _outlasts or not embedded.has_left():
         return
     _outlasts = True
     atexit.register(_outlast)
-    # Python's exit handlers do not run in processes forked by multiprocessing.
+    # Processes that multiprocessing has forked do not run Python's exit handlers.
     _on_abrupt_exit(lambda reason: embedded.end_left(hurries=bool(reason)))
 
 
@@ -330,7 +330,7 @@ def _warn_of_unawaited(failure: str) -> None:
 
 def _demand_no_copy() -> None:
     if c_lib.is_forked_copy():
-        c_lib.has_failed()  # Raises an error that says how to proceed.
+        c_lib.has_failed()  # has_failed raises an error that says how to proceed
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
@@ -375,7 +375,7 @@ def launched() -> Launch:
 
 
 def rank() -> int:
-    """This worker's rank, 0 <= rank < size(). Raises BytePSError when not initialized."""
+    """Return this worker's rank, 0 <= rank < size(). Raises BytePSError before `init`."""
     return launched().rank
 
 
@@ -395,26 +395,26 @@ def local_size() -> int:
 
 
 def replica() -> int:
-    """Return the index of this replica, 0 <= replica < replicas(). Works before `init` too."""
+    """Return the index of this replica, 0 <= replica < replicas(). Works before `init`, too."""
     return (_launch or _launch_of({})).replica
 
 
 def first_rank() -> int:
-    """Return the lowest rank of this replica, which is rank 0 of the replica's torch.distributed.
-    Return 0 if this process is in no job."""
+    """Return the lowest rank of this replica: the worker with this rank is rank 0 of the replica's
+    torch.distributed. Return 0 if this process is in no job."""
     if _launch is None:
         return 0
     return _launch.replica * (_launch.size // _launch.replicas)
 
 
 def replicas() -> int:
-    """Return the number of replicas: jobs that train the same model and meet only at the servers.
-    Return 1 without replicas. `rank` and `size` count the workers of all replicas; those of replica
-    0 have the lowest ranks. Works before `init` too."""
+    """Return the number of replicas, which are jobs that train the same model and meet only at the
+    servers. Return 1 without replicas. `rank` and `size` count the workers of all replicas; those
+    of replica 0 have the lowest ranks. Works before `init`, too."""
     return (_launch or _launch_of({})).replicas
 
 
-# Reasons for the end of a worker's process, reported to the other nodes.
+# Reasons for the end of a worker's process, as reported to the other nodes.
 
 _TEXT_CHARS = 500
 """Limit of the length of an exception's text for the other nodes, in characters."""
@@ -426,7 +426,7 @@ def _reason_of(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, SystemExit):
-        # The interpreter does the same: if the exit code is a text, it ends with status 1.
+        # The interpreter does the same: it ends with status 1 if the exit code is a text.
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         return _of_status(status)
     return traceback.format_exception_only(error)[-1].strip()[:_TEXT_CHARS]
@@ -437,10 +437,10 @@ _ECHO = re.compile(
     "|connection refused|remote process exited|failed to recv|failed to send",
     re.IGNORECASE,
 )
-"""Errors that torch.distributed raises on the other ranks when a rank has ended."""
+"""Errors that torch.distributed raises on other ranks when a rank has ended."""
 _ECHO_S = 3.0
-"""Time to wait for the scheduler's report of a lost rank, in seconds, if torch.distributed noticed
-the loss first."""
+"""Time in seconds to wait for the scheduler's report of a lost rank, if torch.distributed has
+noticed the loss first."""
 
 
 def _cause_of(error: BaseException | None) -> str:
@@ -448,7 +448,7 @@ def _cause_of(error: BaseException | None) -> str:
     process ends with success.
 
     torch.distributed raises on this rank if another rank has ended. Such an exception is reported
-    only if the scheduler reports no lost rank within _ECHO_S; otherwise the wrong rank would be
+    only if the scheduler reports no lost rank within _ECHO_S. Otherwise the wrong rank would be
     blamed.
     """
     if error is None or os.getpid() != _joined_by or not c_lib.is_initialized():
@@ -469,21 +469,20 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _of_status(status: int) -> str:
-    """Return the text to report for this exit status; empty for 0."""
+    """Return the text to report for this exit status. The text is empty for 0."""
     return f"exit status {status}" if status != 0 else ""
 
 
 def _last_error() -> BaseException | None:
-    """Return the uncaught exception that ends the interpreter, if any. SystemExit is not
-    included."""
-    if hasattr(sys, "ps1"):  # An interactive prompt survives exceptions.
+    """Return the uncaught exception that ends the interpreter, if any, except SystemExit."""
+    if hasattr(sys, "ps1"):  # an interactive prompt survives exceptions
         return None
     return getattr(sys, "last_exc", None)
 
 
 def _on_abrupt_exit(leave: Callable[[str], None]) -> None:
     """Call ``leave(reason)`` if the process ends by os._exit() after Python's exit handlers, as a
-    process forked by multiprocessing does: the C library's handlers are not called then."""
+    process that multiprocessing has forked does. The C library's handlers are not called then."""
     end_now = os._exit
     worker = os.getpid()
 

@@ -1,4 +1,4 @@
-"""Names for profilers, and the time for which a program waits for servers.
+"""Names for profilers, and the time that a program waits for servers.
 
 torch.profiler shows a span as an event, Nsight Systems as an NVTX range. Without a profiler a span
 costs one microsecond of CPU time, a wait three.
@@ -19,7 +19,7 @@ _nvtx = getattr(torch._C, "_nvtx", None)
 
 
 class Span:
-    """A context that profilers show by its name. Each object is entered once."""
+    """Context that profilers show by its name. Each object is entered once."""
 
     __slots__ = ("_event", "_name")
 
@@ -46,13 +46,13 @@ class Span:
 class _Exposed:
     """Adds up the time of this process's waits.
 
-    On the CPU, the time of a wait is the time for which the thread was blocked. On a GPU it is the
-    time in which the waiting stream had nothing to do, since the host may wait while the GPU still
-    computes.
+    On the CPU, the time of a wait is the time in which the thread was blocked. On a GPU, it is the
+    time in which the waiting stream had nothing to do, because the host may wait while the GPU
+    still computes.
     """
 
     _OPEN = 32
-    """Number of event pairs that may be open before finished ones are added up."""
+    """Limit of open event pairs. At this number, finished pairs are added up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,8 +61,8 @@ class _Exposed:
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self.is_whole = True
-        """Whether all waits are known. False once a future was handed out, since waits for a future
-        are not seen."""
+        """Whether all waits are known. False once a future was handed out, because waits for a
+        future are not seen."""
 
     def seconds(self) -> float:
         """Return the time of all waits that have ended, in seconds."""
@@ -71,7 +71,7 @@ class _Exposed:
             return self._ns * 1e-9 + self._gpu_ms * 1e-3
 
     def add(self, nanoseconds: int) -> None:
-        """Add the time for which a thread was blocked."""
+        """Add the time in which a thread was blocked."""
         with self._lock:
             self._ns += nanoseconds
 
@@ -83,7 +83,7 @@ class _Exposed:
         return event
 
     def add_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Add the time between two events of a stream that waited."""
+        """Add the time between two events of a stream that has waited."""
         with self._lock:
             self._open.append((begin, end))
             if len(self._open) >= self._OPEN:
@@ -100,7 +100,7 @@ _exposed = _Exposed()
 
 
 def exposed_seconds() -> float | None:
-    """Return the seconds for which threads of this process, or its GPUs' streams, have waited.
+    """Return the seconds in which threads of this process, or its GPUs' streams, have waited.
 
     Return None if a future was handed out: waits for a future, such as those of torch's DDP, are
     not seen.
@@ -115,7 +115,7 @@ def note_unseen_waits() -> None:
 
 class _Thread(threading.local):
     waits = False
-    """True inside a wait of this thread."""
+    """Whether this thread is inside a wait."""
     is_background = False
 
 
@@ -123,14 +123,14 @@ _thread = _Thread()
 
 
 def leave_out_this_thread() -> None:
-    """Do not count waits of this thread, because the program does not wait for this thread."""
+    """Leave out the waits of this thread, because the program does not wait for this thread."""
     _thread.is_background = True
 
 
 class Wait(Span):
-    """A span in which this thread waits for servers. Nested waits count once.
+    """Span in which this thread waits for servers. Nested waits count once.
 
-    The time of a wait is exposed: no computation of the program hides it.
+    The time of a wait is exposed, which means that no computation of the program hides it.
     """
 
     __slots__ = ("_began", "_device", "_mark")

@@ -1,4 +1,4 @@
-"""The steps of an optimizer whose parameters servers keep, over all of its buckets.
+"""Steps of an optimizer whose parameters servers keep, over all buckets of the optimizer.
 
 A step has one phase, or two if it needs the norm or the zeros of the gradients first:
 
@@ -9,9 +9,9 @@ A step has one phase, or two if it needs the norm or the zeros of the gradients 
                               speculative: it is kept, repeated with clipping, or dropped
 
 A bucket may be pushed before `push`, while the backward pass runs (`push_early`). `finish` may
-return while parameters are in flight, so that the next forward pass begins when its first ones are
-there. An exception in a phase leaves the step incomplete: every later call raises until a state is
-loaded.
+return while parameters are in flight, so that the next forward pass begins when its first
+parameters are there. An exception in a phase leaves the step incomplete: every later call raises
+until a state is loaded.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _TOLD_EACH = 200
 class Speculation:
     """Decides which steps are speculative (made before the norm is known), and counts the outcomes.
 
-    A speculative step pulls parameters that are right if gradients are not clipped. If gradients
-    are clipped, the parameters are pulled again, after the push, as without speculation.
-    Speculation costs servers time. So after two clipped steps in a row, steps are not speculative
-    until a step is not clipped. All ranks know the same norms, so they make the same decisions.
+    A speculative step pulls parameters that are right if gradients are not clipped. If they are
+    clipped, the parameters are pulled again, after the push, as without speculation. Speculation
+    costs servers time. So after two clipped steps in a row, steps are not speculative until a step
+    is not clipped. All ranks know the same norms, so they make the same decisions.
     """
 
     def __init__(self, clip: str, *, useful: bool = True) -> None:
@@ -81,13 +81,12 @@ class Speculation:
         return self._clipped_in_a_row
 
     def go_on(self, clipped_in_a_row: int) -> None:
-        """Set the number of clipped steps in a row to that of the ranks of a running job, which
+        """Take over the number of clipped steps in a row from the ranks of a running job, which
         this rank joins."""
         self._clipped_in_a_row = clipped_in_a_row
 
     def forget(self) -> None:
-        """Reset after a state was loaded, since before that, ranks may have made different numbers
-        of steps."""
+        """Reset after a state was loaded. Ranks may have made different numbers of steps before."""
         self._clipped_in_a_row = 0
 
     def advice(self) -> str | None:
@@ -120,7 +119,7 @@ def clip_scale(norm: float, max_norm: float) -> float:
 
 
 class StepMachine:
-    """Makes steps. All members of a group make the same calls in the same order."""
+    """Makes steps of an optimizer. All members of a group make the same calls in the same order."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class StepMachine:
             _overlapping.add(self)
         self._failure = ""
         self._pushed: Step | None = None
-        """The pushed step, without clipping."""
+        """The pushed step, before clipping."""
         self._tried = False
 
     # ------------------------------------------------------------------- before a step
@@ -174,8 +173,8 @@ class StepMachine:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Context for parts of a step: record any exception, also an interrupt, as a failed
-        step."""
+        """Return a context for parts of a step. Any exception in it, even an interrupt, makes the
+        step a failed one."""
         try:
             yield
         except BaseException as error:
@@ -196,7 +195,7 @@ class StepMachine:
         return bool(self._arrivals)
 
     def wait_for(self, bucket: ServerBucket) -> None:
-        """Block until the model has the last step's parameters of a bucket.
+        """Block until the model has the parameters of a bucket after the last step.
 
         Raises: as `finish`.
         """
@@ -204,7 +203,7 @@ class StepMachine:
             self._arrivals.wait_for(bucket)
 
     def wait_for_parameters(self) -> None:
-        """Block until the model has all of the last step's parameters.
+        """Block until the model has all parameters after the last step.
 
         Raises: as `finish`.
         """
@@ -236,17 +235,18 @@ class StepMachine:
     def push_early(
         self, bucket: ServerBucket, param_groups: Sequence[dict[str, Any]], scale: float = 1.0
     ) -> None:
-        """Push a bucket's gradients, which will not change any more, before `push`."""
+        """Push a bucket's gradients before `push`. They will not change any more."""
         self._arrivals.wait_for(bucket)
         bucket.push_early(self.next_step(param_groups, scale) if self._speculation.tries else None)
 
     def push(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> None:
-        """Begin a step: push all gradients, and wait for the sums of squares of the gradients
-        (before `scale` is applied) and for the number of zeros.
+        """Begin a step: push all gradients, and wait for their sums of squares (before `scale` is
+        applied) and for the number of zeros.
 
         Raises: as `update`.
         """
-        # Some modules may not have run in a forward pass, and so have not waited.
+        # Some modules may not have run in the forward pass, and so have not waited for their
+        # parameters.
         self._arrivals.wait_for_all()
         step = self.next_step(param_groups, scale)
         self._pushed, self._tried = step, self._speculation.tries
@@ -255,14 +255,14 @@ class StepMachine:
     def finish(
         self, *, scale: float, skip: bool, own: Mapping[ServerBucket, float] | None = None
     ) -> None:
-        """Make the step that was pushed. Its parameters are there afterwards, or in flight if there
-        is a `forward_order`.
+        """Make the step that was pushed. Afterwards its parameters are there. With a
+        `forward_order` they may still be in flight.
 
         Args:
             scale: clipping factor for the gradients, 1 if they are not clipped.
-            skip: skip the step, and change nothing.
-            own: factors that replace `scale` for buckets that are clipped by a norm of their own;
-                all ranks that have such a bucket pass it.
+            skip: whether to skip the step and change nothing.
+            own: factors that replace `scale` for buckets that are clipped by norms of their own.
+                All ranks that have such a bucket pass it.
 
         Raises: as `update`.
         """
@@ -277,7 +277,8 @@ class StepMachine:
             self._let_arrive(start)
         else:
             self._all(start)
-            # Parameters are taken after all buckets have theirs, so no rank has those of two steps.
+            # Parameters are taken when all buckets have theirs, so that no rank mixes parameters of
+            # two steps.
             self._take()
         self._pushed = None
         self.steps += not skip
@@ -295,7 +296,8 @@ class StepMachine:
         try:
             for bucket in self._forward_order:
                 started = start(bucket)
-                assert started is not None  # because the step was not speculative
+                # The step was not speculative, so finish has started a transfer.
+                assert started is not None
                 self._arrivals.expect(bucket, started)
         except BaseException:
             self._arrivals.end()
@@ -312,7 +314,7 @@ class StepMachine:
         self.steps = 0
 
     def begin_load(self) -> None:
-        """Drop a step that was begun: a state is about to be loaded."""
+        """Drop a step that was begun, because a state is about to be loaded."""
         self._arrivals.end()
         self._speculation.forget()
         for bucket in self._buckets:
@@ -328,8 +330,8 @@ _overlapping: WeakSet[StepMachine] = WeakSet()
 
 
 def wait_for_parameters() -> None:
-    """Block until models have all parameters of the steps made in this process. Call it before
-    reading parameters outside a forward pass.
+    """Block until models have all parameters of the steps made in this process. Call this before
+    parameters are read outside a forward pass.
 
     Raises:
         BytePSError: parameters did not arrive; the text says why.
@@ -343,12 +345,12 @@ def wait_for_parameters() -> None:
 def start_and_wait[B, H](
     buckets: Sequence[B], start: Callable[[B], H | None], wait: Callable[[B, H, bool], None]
 ) -> None:
-    """Call `start` for each bucket, then `wait` for each handle, even after a failure. So nothing
-    reads or writes the buckets' memory when this returns or raises.
+    """Call `start` for each bucket, then `wait` for each handle, even after a failure. So when this
+    returns or raises, nothing reads or writes the buckets' memory.
 
     Args:
         start: returns a handle or None. After an error no more buckets are started.
-        wait: its last argument is whether a bucket has failed.
+        wait: function whose last argument says whether a bucket has failed.
 
     Raises:
         RuntimeError: the first error, which may be a BytePSError.

@@ -1,4 +1,4 @@
-"""Cost of this worker's reductions per training step, for a training program's own log."""
+"""Cost of this worker's reductions per training step, for the training program's log."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class StepMeter:
     """Reads the metrics of the steps since its last reading."""
 
     def __init__(self) -> None:
-        """Let the first reading begin at the start of the process."""
+        """The first reading covers the time since the start of the process."""
         self._last = _Totals()
 
     def read(self, steps: int = 1) -> dict[str, float]:
-        """Return the metrics; see `get_step_metrics`."""
+        """Return the metrics that `get_step_metrics` describes."""
         if steps < 1:
             raise ValueError(f"steps must be at least 1, not {steps}")
         before, now = self._last, _Totals.now()
@@ -80,9 +80,9 @@ def get_step_metrics(steps: int = 1) -> dict[str, float]:
           reduction was in flight.
         - ``byteps/sent_bytes_per_step``, ``byteps/received_bytes_per_step``: gradients or
           parameters as they travel, without headers.
-        - ``byteps/exposed_s_per_step``: seconds for which the program waited for servers, with
-          nothing to compute. On a GPU, the seconds for which the stream waited. Left out if torch
-          itself waits, as in its ``DistributedDataParallel``.
+        - ``byteps/exposed_s_per_step``: seconds in which the program waited for servers and had
+          nothing to compute. On a GPU, seconds in which the stream waited. Left out if torch itself
+          waits, as in its ``DistributedDataParallel``.
         - ``byteps/reconnections``: connections that broke and were made again, since the start.
         - ``byteps/members``: workers that take part in sums now; 0 before ``init``.
 

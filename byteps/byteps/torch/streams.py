@@ -1,7 +1,7 @@
 """CUDA streams that only this package uses.
 
-``torch.cuda.Stream()`` reuses the 32 streams of a pool. If each all-reduce made a stream, some
-would get a stream on which the program computes.
+``torch.cuda.Stream()`` hands out the 32 streams of a pool again and again. If each all-reduce made
+a stream, some would get a stream on which the program computes.
 """
 
 from __future__ import annotations

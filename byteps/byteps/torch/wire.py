@@ -42,7 +42,7 @@ def check(tensor: torch.Tensor, what: str) -> None:
 
 
 def _refuse(tensor: torch.Tensor, what: str) -> NoReturn:
-    """Raise an error that says why a tensor cannot be summed: see `check`."""
+    """Raise the error that says why a tensor cannot be summed: see `check`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -107,7 +107,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def stream_of(number: int) -> int:
-    """Return the same as `current_stream`, for the device with this number."""
+    """Do the same as `current_stream` for the device with this number."""
     return 0 if number < 0 else torch._C._cuda_getCurrentRawStream(number)
 
 
@@ -115,8 +115,8 @@ def stream_of(number: int) -> int:
 
 
 BLOCK = 128
-"""Values per block. Results depend on where blocks begin: a tensor's first block begins at its
-first element."""
+"""Values per block. A tensor's first block begins at its first element. Results depend on where
+blocks begin."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,8 @@ def encode(
 
 
 def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the servers' differences to parameters, and round to their type. Servers do the same to
-    their copy of the workers' values, bit for bit.
+    """Add the servers' differences to parameters, and round to their type. Servers do the same, bit
+    for bit, to their copy of the workers' values.
 
     Args:
         blocks: `wire.int8()` blocks, at least as many as hold the values.
@@ -279,8 +279,8 @@ def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor)
 
 
 def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int = 0) -> None:
-    """Decode values, except the first `skip` ones, into `out`, rounded to its type. `out` has as
-    many elements as are wanted."""
+    """Decode values into `out`, rounded to its type. The first `skip` values are left out. `out`
+    has as many elements as are wanted."""
     if out.is_cuda:
         from byteps.torch.block_kernels import decode as decode_on_gpu
 
@@ -302,7 +302,8 @@ Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int, bool]
 class _Lost:
     values: torch.Tensor
     drops: int
-    """Number of earlier calls of `drop`; losses of another number are zeros."""
+    """Number of calls of `drop` when these losses were made. If it differs from the current number,
+    the losses count as zeros."""
     spec: Spec | None = None
     """Spec under which servers keep losses for this tensor; None: servers keep none."""
 
@@ -314,16 +315,16 @@ class Feedback:
     def __init__(self) -> None:
         self._lost: dict[str, _Lost] = {}
         self._loaded: dict[str, torch.Tensor] = {}
-        """Loaded losses of tensors that have not been sent since the load."""
+        """Losses that were loaded for tensors that have not been sent since."""
         self._of_servers: dict[str, torch.Tensor] = {}
-        """Loaded losses of the servers, for tensors that have not been sent since the load."""
+        """Losses of the servers that were loaded for tensors that have not been sent since."""
         self._drops = 0
 
     def of(
         self, name: str, numel: int, device: torch.device, spec: Spec | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Return the losses of a tensor that is about to be sent (zeros at first), and whether
-        `drop` was called since it was last sent.
+        """Return the losses of a tensor that is about to be sent (at first zeros), and whether
+        `drop` was called since the tensor was last sent.
 
         Raises:
             ValueError: the loaded losses have another size.
@@ -350,11 +351,12 @@ class Feedback:
         return lost.values, True
 
     def drop(self) -> None:
-        """Drop the losses of all tensors, here and, when they are next sent, on the servers.
+        """Drop the losses of all tensors on this rank and, when a tensor is next sent, on the
+        servers.
 
         All ranks call this between the same sums: after a step that was skipped or is repeated,
-        since the losses of such a step belong to discarded values; and after a checkpoint without
-        losses was loaded.
+        because its losses belong to discarded values; and after a checkpoint without losses was
+        loaded.
         """
         self._drops += 1
         self._loaded.clear()
@@ -393,8 +395,8 @@ class Feedback:
         return lost.spec if lost is not None and lost.drops == self._drops else None
 
     def take_of_servers(self, name: str) -> torch.Tensor | None:
-        """Remove and return the servers' losses, to send them. Return None if servers have them
-        already."""
+        """Remove and return the servers' losses, which the caller sends. Return None if servers
+        already have them."""
         return self._of_servers.pop(name, None)
 
     def forget_name(self, name: str) -> None:

@@ -27,7 +27,7 @@ __all__ = ["barrier", "num_servers"]
 def find_place(
     rank: int, exchange: Callable[[LocalPlace], Sequence[LocalPlace]]
 ) -> tuple[int, int]:
-    """Find this rank's local rank and local size, even if the launcher has set none or wrong ones.
+    """Find this rank's local rank and local size, even if the launcher has set none, or wrong ones.
     Values of BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE are kept.
 
     All ranks of the job call this before `init`, and pass the result to `init`.
@@ -41,14 +41,14 @@ def find_place(
 
 
 def demand_all(store: meeting.Store, rank: int, size: int, flag: str) -> None:
-    """Return once all ranks of torch.distributed have called this.
+    """Return when all ranks of torch.distributed have called this.
 
-    A rank that was not told to use BytePS goes on to another collective, so a collective here would
-    hang.
+    A rank that was not told to use BytePS goes on to another collective. So this function uses the
+    store: a collective would hang.
 
     Args:
         store: torch.distributed's store.
-        flag: what makes a rank call this, for the error.
+        flag: flag or variable that makes a rank call this, for the error.
 
     Raises:
         BytePSError: a rank has not called this within BYTEPS_START_TIMEOUT_S. The text names it.
@@ -86,7 +86,7 @@ class HostLayout:
         return sizes.pop() if len(sizes) == 1 else None
 
     def host_of(self, rank: int) -> int:
-        """Return the index in `hosts` of a rank's host. Raises ValueError for a rank that is no
+        """Return the index in `hosts` of a rank's host. Raises ValueError if the rank is no
         member."""
         return self._indices(rank)[0]
 
@@ -112,13 +112,14 @@ class HostLayout:
         return self._indices(rank)[1]
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the same local index, one per host. Only if `per_host` is
+        """Return the ranks with the same local index, one per host. Call this only if `per_host` is
         not None."""
         return self._across[self.local_index(rank)]
 
     @functools.cached_property
     def _across(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks by local index. Cached, so that the same tuple object is returned each time."""
+        """Ranks by local index. The result is cached, so that each call returns the same tuple
+        object."""
         return tuple(zip(*self.hosts, strict=True))
 
 
@@ -140,13 +141,13 @@ ALIKE = (
     "BYTEPS_C10D_WIRE_DTYPE",
     "BYTEPS_FSDP_DTYPES",
 )
-"""Settings that decide which bytes a rank sends to which server. They must be alike on all ranks:
-otherwise ranks would wait for each other for ever."""
+"""Settings that decide which bytes a rank sends to which server. If they differed between ranks,
+ranks would wait for each other for ever."""
 
 
 class RankFacts(NamedTuple):
-    """Values that a worker sends to all other workers. The types are plain, so that JSON can carry
-    the values too."""
+    """Values that a worker sends to all other workers. The types are plain, because the values also
+    travel as JSON."""
 
     host: str
     server_link_gbps: float
@@ -172,8 +173,8 @@ class Job:
     measures: bool
     """Whether rates are measured before routes are decided."""
     servers_on: tuple[tuple[int, ...], ...] = ()
-    """Ranks of the servers on each host. All servers of the job are included, equally many on each
-    host; otherwise, or if addresses do not tell the hosts of servers, this is empty."""
+    """Ranks of the servers on each host. It contains all servers of the job, equally many on each
+    host. It is empty if that is impossible, or if addresses do not tell the servers' hosts."""
 
 
 def meet(exchange: Callable[[RankFacts], Sequence[RankFacts]]) -> Job:
@@ -198,8 +199,8 @@ def meet(exchange: Callable[[RankFacts], Sequence[RankFacts]]) -> Job:
     for number, name in enumerate(ALIKE):
         _demand_alike(name, [rank.alike[number] for rank in ranks])
     numbers = {name: index for index, name in enumerate(dict.fromkeys(rank.host for rank in ranks))}
-    # All ranks need the same plan: the slowest NIC decides, and a rate that is unknown to one rank
-    # counts as unknown.
+    # All ranks need the same plan. So the slowest NIC decides, and a rate that is unknown to one
+    # rank counts as unknown.
     host = engine.link_gbps()
     server = min(rank.server_link_gbps for rank in ranks)
     return Job(
@@ -230,7 +231,8 @@ def _can_bind(address: str) -> bool:
 
 
 def _servers_on(hosts: Sequence[int], ranks: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
-    """See `Job.servers_on`. Hosts that are emulated on one machine all have the same addresses."""
+    """Return the value of `Job.servers_on`. Hosts that are emulated on one machine all have the
+    same addresses."""
     servers_of: dict[int, tuple[int, ...]] = {}
     for host, rank in zip(hosts, ranks, strict=True):
         servers_of.setdefault(host, tuple(rank.own_servers))
@@ -271,8 +273,9 @@ def _servers(hosts: int, facts: RankFacts, addresses: Sequence[str]) -> Servers:
 
 
 def _per_machine(extra: int, machines: int, addresses: Sequence[str]) -> int:
-    """Return the number of servers per server machine. Returns 1 if the addresses do not tell,
-    because they are inside a host (emulated machines) or machines have different numbers."""
+    """Return the number of servers per server machine. Return 1 if the addresses do not tell it,
+    because they are inside a host (emulated machines), or because machines have different
+    numbers."""
     tell = machines > 0 and extra % machines == 0 and not any(map(_is_inside, addresses))
     return max(1, extra // machines) if tell else 1
 
@@ -291,7 +294,7 @@ def num_servers() -> int:
 
 
 def barrier() -> None:
-    """Block until all workers have called it.
+    """Block until all workers have called this.
 
     Raises:
         BytePSError: the job failed, or a worker did not call within BYTEPS_OP_TIMEOUT_S.

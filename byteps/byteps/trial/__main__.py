@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Trial:
-    """The launches on this host."""
+    """Launches of the trial on this host."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, hosts: Hosts) -> None:
         self._options, self._folder, self._hosts = options, folder, hosts
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with hosts.desk:
             _Trial(options, folder, hosts).run()
-    except TrialError as error:  # its logs are kept
+    except TrialError as error:  # the launches' logs are kept
         lines, end, why = str(error).rpartition("\n")
         print(f"{lines}{end}{parser.prog}: {why}", file=sys.stderr)
         return 1

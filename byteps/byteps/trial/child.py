@@ -18,9 +18,9 @@ from byteps.trial.command import Launch
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 40.0
-"""Time, in seconds, for a launcher to end its ranks. torchrun gives its ranks 30 s."""
+"""Time in seconds that a launcher has to end its ranks. torchrun gives its ranks 30 s."""
 _REST_S = 5.0
-"""Time, in seconds, for processes that a launcher has left, such as servers, to end by
+"""Time in seconds for processes that a launcher has left behind, such as servers, to end by
 themselves."""
 _LINES = 40
 """Number of log lines that are shown of a failed launch."""
@@ -36,9 +36,9 @@ _LOGS = re.compile(
 
 
 class Command:
-    """The running command. A context manager, which leaves no process behind.
+    """The running command, as a context manager that leaves no process behind.
 
-    Processes whose parent has ended become this process's children, so that none is lost.
+    When the parent of a process ends, this process becomes its parent, so that no process is lost.
     """
 
     def __init__(self, launch: Launch, env: Mapping[str, str], log: Path) -> None:
@@ -61,7 +61,7 @@ class Command:
         if self._child.running:
             self._child.signal(signal.SIGTERM)
             self.wait(_GRACE_S)
-        elif self._child.status == 0:  # ranks that end in order leave servers for a moment
+        elif self._child.status == 0:  # servers end a moment after ranks that end in order
             _wait_until_gone(time.monotonic() + _REST_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in descendants():
@@ -77,8 +77,8 @@ class Command:
         return self._child.status
 
     def failure(self) -> str:
-        """Return how the command ended and, if torchrun names it, the rank that ended first. Return
-        an empty text for status 0."""
+        """Return how the command ended. If torchrun names it, also return the rank that ended
+        first. The text is empty for status 0."""
         status = self._child.status
         return f"ended {_how(status)}{first_failure(self._text())}" if status else ""
 
@@ -104,9 +104,9 @@ def first_failure(text: str) -> str:
 
 
 def error_of(lines: Sequence[str]) -> list[str]:
-    """Return the first traceback of a rank, since later ones are consequences. Without a traceback,
-    return the last lines that are not log lines of BytePS or torchrun."""
-    # torchrun prints this line when its ranks have ended, and then a traceback of its own.
+    """Return the first traceback of a rank, because later ones are consequences. Without a
+    traceback, return the last lines that are not log lines of BytePS or torchrun."""
+    # torchrun prints this line when its ranks have ended. A traceback of its own follows.
     lines = list(itertools.takewhile(lambda line: "] failed (exitcode: " not in line, lines))
     begins = [number for number, line in enumerate(lines) if _TRACEBACK.match(line)]
     if not begins:

@@ -1,4 +1,4 @@
-"""A user's launch line, changed to run plain or through servers."""
+"""A user's launch line, changed so that it runs plain or through servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from byteps.forecast.training import OPTIMIZER, PRESET, USE, WIRE
 
 SAME = "same"
 WIRES = (SAME, "bf16", "int8", "int4")
-"""Types in which values may travel; SAME: the type in which they are reduced."""
+"""Types in which values may travel. SAME: the type in which they are reduced."""
 
 _SWITCHES = {USE, OPTIMIZER}
 _VALUES = {PRESET, WIRE, "--dpu-reduce-backend", "--dpu-outer", "--dpu-quorum"}
@@ -19,7 +19,7 @@ _SAVES = {
     "--save": "--save-interval",
     "--non-persistent-ckpt-type": "--non-persistent-save-interval",
 }
-"""Megatron's arguments that enable saving, each with the argument that sets its interval."""
+"""Megatron's arguments that enable saving. Each has the argument that sets its interval."""
 _NEVER = "1000000000"
 
 
@@ -95,8 +95,8 @@ def _without_flags(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _without_saves(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words with save intervals that are never reached: a trial must not overwrite a
-    job's checkpoints."""
+    """Return the words with save intervals that are never reached, because a trial must not
+    overwrite a job's checkpoints."""
     flags = {word.partition("=")[0] for word in words}
     never = [word for flag, often in _SAVES.items() if flag in flags for word in (often, _NEVER)]
     return (*words, *never)

@@ -1,9 +1,9 @@
-"""Keeps the launches on several hosts in step: each begins when the last one has ended on all
-hosts.
+"""Keeps the launches on several hosts in step: each launch begins when the previous one has ended
+on all hosts.
 
-The process on rank 0's host is the leader. After each launch the other processes tell it how their
-part has ended, and it answers once all parts have ended. Without this, a launcher could connect to
-the previous launch's, which still listens.
+The process on rank 0's host is the leader. After each launch the other processes tell it how the
+launch ended on their host. It answers when the launch has ended on all hosts. Otherwise a launcher
+could connect to the previous launch's process, which still listens.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class TrialError(Exception):
 
 
 class Hosts:
-    """The processes that launch ranks, one per host, as one of them sees them."""
+    """The processes that launch ranks, one per host. Each has such an object."""
 
     def __init__(self, steps: int, skipped: int) -> None:
         self._changed = threading.Condition()
         self._report: Message | None = None
         self._short = 0
         self._others: dict[tuple[int, str], str] = {}
-        """On the leader: the error of each launch on other hosts ("": none), by launch number and
-        token of the process there."""
+        """On the leader: the error of each launch on other hosts ("": none). Keys: launch number,
+        and token of the process on that host."""
         self._own: dict[int, str] = {}
-        """On the leader: the error of each launch on any host ("": none), by launch number. Set
-        once the launch has ended on all hosts."""
+        """On the leader: the error of each launch on any host ("": none), by launch number. It is
+        set when the launch has ended on all hosts."""
         self.desk = Desk(self._answer, steps, skipped)
 
     def report(self) -> Message:
@@ -64,8 +64,8 @@ class Hosts:
         """Wait until a launch has ended on all hosts.
 
         Args:
-            report: report of this launch or, if it has none, of an earlier launch.
-            failure: reason why the launch failed on this host; empty: it did not.
+            report: report of this launch. If it has none, that of an earlier launch.
+            failure: reason why the launch failed on this host; empty if it did not.
 
         Raises:
             TrialError: the launch failed on another host.

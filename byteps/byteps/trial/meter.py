@@ -1,9 +1,9 @@
-"""Measures times and losses of a rank's steps in a trial, without changes of the script.
+"""Measures times and losses of a rank's steps in a trial. The script is not changed.
 
 A step ends with Megatron's ``train_step``, or with the step of the script's first optimizer. The
 loss is the value that Megatron returns, or the one on which the script calls ``backward()``. After
 the last step the ranks exchange their figures through torch.distributed's store. One rank per host
-reports all of them, and every rank ends with status 0.
+reports the figures of all ranks, and every rank ends with status 0.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 MEGATRON = "megatron.training.training"
 TORCH = "torch"
 _LIMIT_S = 120.0
-"""Time, in seconds, for all ranks to end their last step."""
+"""Time in seconds for all ranks to end their last step."""
 _LOSS = "lm loss"
 
 _meter: Meter | None = None
 
 
 def install(text: str) -> None:
-    """Measure the steps of this process, if it makes any. A second call does nothing.
+    """Measure the steps of this process, if it makes steps. A second call does nothing.
 
     Args:
         text: text form of :class:`Settings`.
@@ -67,7 +67,7 @@ class Meter:
         self._optimizer: int | None = None
         """Id of the first optimizer that stepped. Each of its steps ends a training step."""
         self._marks: list[Any] = []
-        """End of each step: a CUDA event, or a time in seconds."""
+        """End of each step, as a CUDA event or as a time in seconds."""
         self._losses: list[Any] = []
         self._seen: list[Any] = []
         """Losses of the current step's micro-batches so far."""
@@ -86,7 +86,7 @@ class Meter:
             self._end_step(sum(seen) / len(seen) if seen else None)
 
     def seeing_losses(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``torch.autograd.backward`` so that it records the loss: a tensor with a single
+        """Wrap ``torch.autograd.backward`` so that it records the loss, which is a tensor with one
         number."""
 
         @functools.wraps(backward)
@@ -113,7 +113,7 @@ class Meter:
         module.train_step = measured  # type: ignore[attr-defined]
 
     def _end_step(self, loss: Any) -> None:
-        if self._is_over:  # the script has caught what ended it
+        if self._is_over:  # the script may have caught the exception that ends it
             raise SystemExit(0)
         self._marks.append(_now())
         self._losses.append(loss)
@@ -163,7 +163,7 @@ class Meter:
         summary = json.loads(store.get(whole))
         left = [f"{key}/left" for key in keys]
         store.set(left[rank], "")
-        if rank == 0:  # its process may be the store
+        if rank == 0:  # rank 0's process may hold the store
             # The wait is ended by all ranks, once they have read the summary; deadline: _LIMIT_S.
             store.wait(left, limit)
         return summary, rank == summary["firsts"][self._settings.token]
@@ -198,7 +198,7 @@ class Meter:
         }
 
     def _missing_flags(self) -> list[str]:
-        """Return Megatron's flags that this plain job lacks and that would make it faster."""
+        """Return flags of Megatron that this plain job lacks, and that would make it faster."""
         module = sys.modules.get(MEGATRON)
         if self._kind != MEGATRON or module is None:
             return []
@@ -212,8 +212,8 @@ class Meter:
 
 
 def missing_flags(args: Any) -> list[str]:
-    """Return Megatron's flags that send fewer bytes, or overlap communication, and that these
-    arguments lack."""
+    """Return flags of Megatron that these arguments lack, and that send fewer bytes or overlap
+    communication."""
     flags = []
     sharded = args.use_distributed_optimizer
     if not sharded and args.optimizer == "adam":
@@ -228,7 +228,8 @@ def missing_flags(args: Any) -> list[str]:
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Import hook that lets a meter wrap Megatron's training loop when its module is imported."""
+    """Import hook through which a meter wraps Megatron's training loop when its module is
+    imported."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -261,7 +262,7 @@ def _now() -> Any:
 
 
 def _between(earlier: Any, later: Any) -> float:
-    """Return the seconds between later marks."""
+    """Return the seconds between two marks."""
     if isinstance(earlier, torch.cuda.Event):
         return float(earlier.elapsed_time(later)) / 1000
     return float(later - earlier)
@@ -277,7 +278,8 @@ def _is_joined() -> bool:
 
 
 def _lacks_fsdp() -> bool:
-    """Return whether FSDP2 reduces gradients, and no variable sends them through the servers."""
+    """Return whether FSDP2 reduces gradients although no variable sends them through the
+    servers."""
     fsdp = sys.modules.get("byteps.torch.fsdp")
     return fsdp is not None and fsdp.was_advised()
 
@@ -292,7 +294,7 @@ def _pushed_bytes() -> int:
 
 
 def _addresses(store: Any, settings: Settings) -> list[str]:
-    """Return names of this host by which other hosts may reach the process that launched this
+    """Return names of this host by which other hosts may reach the process that has launched this
     rank."""
     from byteps.launcher.addresses import own_address
 

@@ -1,5 +1,5 @@
 """Messages from ranks to the process that launched them, and between such processes. Each message
-has its own connection, which carries a line of JSON in each direction."""
+has a connection of its own, which carries a line of JSON in each direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Self
 from byteps.launcher.addresses import default_addresses
 
 VARIABLE = "BYTEPS_TRIAL"
-"""Environment variable that makes ranks measure their steps; an internal one of
+"""Environment variable that makes ranks measure their steps. It is an internal one of
 `base/config_table.cc`."""
 LOOPBACKS = ("127.0.0.1", "::1")
 _CONNECT_S = 10.0
@@ -30,13 +30,13 @@ class Settings:
     steps: int
     """Number of timed steps."""
     skipped: int
-    """Number of untimed steps before these; at least one."""
+    """Number of untimed steps before the timed ones; at least one."""
     number: int
     """Number of the launch."""
     port: int
     """Port at which the process that launched the ranks listens."""
     hosts: tuple[str, ...]
-    """Names and addresses of the host of that process."""
+    """Names and addresses of the host on which that process runs."""
     token: str
     """Secret of a process that launches ranks. A message with another token is ignored."""
 
@@ -52,12 +52,13 @@ class Settings:
 
 
 class Desk:
-    """Listens for messages, and answers each in a new thread. Use it as a context manager."""
+    """Listens for messages, and answers each in a new thread. It is used as a context manager."""
 
     def __init__(self, answer: Callable[[Message], Message], steps: int, skipped: int) -> None:
         """
         Args:
-            answer: called with each message that has the token, returns the answer; may block.
+            answer: called with each message that has the token. It returns the answer, and may
+                block.
         """
         self._answer = answer
         self._socket = _listen()
@@ -78,10 +79,10 @@ class Desk:
         self._socket.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # the socket was closed
             while True:
                 connection, _ = self._socket.accept()
-                # The thread is no daemon, so this process ends only after all messages are
+                # The thread is no daemon, so that this process ends only after all messages are
                 # answered.
                 threading.Thread(target=self._serve, args=(connection,), daemon=False).start()
 
@@ -113,8 +114,8 @@ def tell(settings: Settings, message: Mapping[str, Any]) -> Message:
 def ask(
     hosts: Sequence[str], port: int, token: str, message: Mapping[str, Any], limit_s: float
 ) -> Message:
-    """Send a message to the first of a host's names where a process with the token listens; return
-    the answer.
+    """Send a message to the first of a host's names at which a process with the token listens.
+    Return the answer.
 
     Raises:
         OSError: no such process was found; the text has the names that were tried.

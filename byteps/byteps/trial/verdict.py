@@ -1,4 +1,4 @@
-"""The findings of a trial, as text."""
+"""Findings of a trial, as text."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _NAMES = {"nccl": "NCCL", "gloo": "gloo"}
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Launches of one kind: plain or through servers."""
+    """Launches of one kind, which is plain or through servers."""
 
     name: str
     reports: Sequence[Message]
 
     @property
     def medians(self) -> list[float]:
-        """Median seconds per step, of each launch."""
+        """Median seconds per step of each launch."""
         return [statistics.median(report["times"]) for report in self.reports]
 
     @property
     def seconds(self) -> float:
-        """Median over the launches of these medians, in seconds."""
+        """Median of these medians, in seconds."""
         return statistics.median(self.medians)
 
     @property
     def losses(self) -> list[float]:
-        """Loss of the last step of each launch; empty if ranks saw no losses."""
+        """Loss of the last step of each launch. Empty if ranks saw no losses."""
         return [report["loss"] for report in self.reports if report["loss"] is not None]
 
 
 def native_name(report: Message) -> str:
-    """Return the name of a plain launch's backend."""
+    """Return the name of the backend that a plain launch has used."""
     names = [name for key, name in _NAMES.items() if key in report["backend"]]
     return " and ".join(reversed(names)) or "the plain command"
 
 
 def fault(report: Message, *, is_plain: bool) -> str:
-    """Return why a launch was not of the intended kind; empty: it was."""
+    """Return why a launch was not of the intended kind. The text is empty if it was."""
     if is_plain and report["joined"]:
         return "the plain launch used BytePS: take it out of the script"
     if not is_plain and not report["joined"]:
@@ -61,7 +61,7 @@ def launch_text(report: Message) -> str:
 
 
 def table(plain: Side, ours: Side, steps: int) -> str:
-    """Return a table of times and losses: of the plain launches, and of those through servers."""
+    """Return a table of times and losses of the plain launches, and of those through servers."""
     rows = [("", "ms per step", "(min..max of launches)", f"loss after {steps} steps")]
     for side in (plain, ours):
         times, losses = [f"{1000 * seconds:.1f}" for seconds in sorted(side.medians)], side.losses
@@ -80,7 +80,7 @@ def answer(plain: Side, ours: Side, added: str, types: str) -> str:
     """Return the recommendation, with the reason.
 
     Args:
-        added: words that turn the plain command into the other one.
+        added: words that turn the plain command into the one through servers.
         types: types in which values travelled, such as "gradients in int8".
     """
     report, native, tried = ours.reports[0], native_name(plain.reports[0]), f"BytePS with {types}"
@@ -106,7 +106,8 @@ def answer(plain: Side, ours: Side, added: str, types: str) -> str:
 
 
 def faster_plain(report: Message) -> str:
-    """Name Megatron's own flags that the plain line lacks; empty: it lacks none."""
+    """Return the names of Megatron's own flags that the plain command lacks; empty if it lacks
+    none."""
     if not report["missing"]:
         return ""
     return (

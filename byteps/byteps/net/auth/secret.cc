@@ -19,7 +19,7 @@ namespace {
 
 static_assert(kProofBytes == crypto_auth_hmacsha256_BYTES, "the proof is an HMAC-SHA256");
 
-// Domain separation: a key for another purpose is useless here.
+// Purpose that the derived key is bound to: the key is useless for any other (domain separation).
 constexpr char kPurpose[] = "Megatron-BytePS: authentication of connections, 1";
 
 std::string Hmac(const std::string& key, const std::string& first, const std::string& second) {

@@ -51,7 +51,7 @@ std::vector<EndpointReading> ReadEndpointCounters() {
 namespace {
 
 constexpr char kLoopback[] = "lo";
-// Name for traffic from an address that no interface has (any more).
+// Name for traffic from an address that no interface has, perhaps no longer.
 constexpr char kUnknown[] = "unknown";
 
 Mutex nics_mu;

@@ -16,12 +16,12 @@
 namespace ps {
 namespace {
 
-// Limit of pairs that a connection tries when its own fails: each may take seconds.
+// Limit of NIC pairs that a connection tries when its own pair fails: each try may take seconds.
 constexpr size_t kMostTries = 8;
 
 struct Bits {
   unsigned char bytes[sizeof(in6_addr)] = {};
-  int count = 0;  // 0: no address
+  int count = 0;  // 0 if there is no address
 };
 
 Bits BitsOf(const std::string& address) {
@@ -59,13 +59,13 @@ std::vector<Indices> Pairs(const std::vector<Nic>& from, const std::vector<Nic>&
   return near.empty() ? all : near;
 }
 
-// Load of each NIC, as connections are assigned to pairs.
+// Load of each NIC while connections are assigned to pairs of NICs.
 class Loads {
  public:
   Loads(const std::vector<Nic>& from, const std::vector<Nic>& to)
       : from_(Costs(from)), to_(Costs(to)), from_load_(from.size()), to_load_(to.size()) {}
 
-  // Returns the loads of a pair's NICs with one more connection: the higher first.
+  // Returns the loads of the pair's two NICs if it gets one more connection: the higher load first.
   std::pair<double, double> With(const Indices& pair) const {
     const double a = from_load_[pair.first] + from_[pair.first];
     const double b = to_load_[pair.second] + to_[pair.second];
@@ -77,8 +77,8 @@ class Loads {
   }
 
  private:
-  // Returns the load that a connection adds to each NIC: the node's rate divided by the NIC's. All
-  // loads are equal if a rate is unknown.
+  // Returns the load that one connection adds to each NIC: the node's rate divided by the NIC's
+  // rate. All loads are equal if a rate is unknown.
   static std::vector<double> Costs(const std::vector<Nic>& nics) {
     double sum = 0;
     bool known = true;
@@ -97,9 +97,10 @@ class Loads {
   std::vector<double> from_load_, to_load_;
 };
 
-// Orders the fallback pairs: first the pairs that share no NIC with `own`, so that the second
-// attempt avoids a failed NIC. The order starts `skip` pairs after `own`, so that connections of
-// the same NIC fall back to different NICs.
+// Returns the pairs in the order in which a connection tries them when its own pair fails. Pairs
+// that share no NIC with `own` come first, so that the second attempt avoids a failed NIC. The
+// order starts `skip` pairs after `own`, so that connections of the same NIC fall back to different
+// NICs.
 std::vector<Indices> Tries(std::vector<Indices> pairs, size_t own, size_t skip) {
   const Indices first = pairs[own];
   pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(own));
@@ -153,8 +154,8 @@ std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const N
 
 namespace {
 
-// Pauses between probes. Each probe of a NIC that accepts connections but loses later packets costs
-// seconds.
+// Pauses between probes. A probe costs seconds if the NIC accepts connections but loses later
+// packets.
 constexpr auto kFirstLook = std::chrono::seconds(1);
 constexpr auto kLongestLook = std::chrono::seconds(64);
 constexpr auto kLasts = std::chrono::seconds(60);
@@ -205,7 +206,7 @@ void DialPlan::MakeRoutes() {
       routes.push_back({pair.ends.from, to, pair.is_home});
     }
   }
-  // Returns the new index of an old route; 0 if it is gone.
+  // Returns the new index of an old route, or 0 if the route is gone.
   const auto place_of = [&](size_t index) -> size_t {
     if (index >= routes_.size()) return 0;
     const std::string text = routes_[index].Text();

@@ -11,11 +11,11 @@
 namespace ps {
 namespace {
 
-// The scheduler's limit for a node whose connection was closed. The process has almost certainly
-// ended: only a device in the network could close it otherwise.
+// Time that the scheduler waits for a node whose connection was closed. The node's process has
+// almost certainly ended: otherwise only a device in the network could close the connection.
 constexpr auto kClosedPatience = std::chrono::milliseconds(500);
-// The scheduler's limit for a node whose connection broke: the process or the network may have
-// failed. A live node sends a packet each 1.5 s to connect.
+// Time that the scheduler waits for a node whose connection broke: the process or the network may
+// have failed. A live node tries to connect every 1.5 s.
 constexpr auto kBrokenPatience = std::chrono::seconds(5);
 // Bytes that every host accepts in one packet (RFC 791, 3.1).
 constexpr uint64_t kSmallPacketBytes = 576;
@@ -25,7 +25,7 @@ std::atomic<uint64_t> reconnections{0};
 
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault) {
-  // A link to a node outside the job, or to one that has left it, counts as lost at once.
+  // A peer outside the job, or one that has left it, counts as lost at once.
   if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
   const auto limit = ToDuration(reconnect_s);
   // Only the scheduler must notice dead processes soon; it informs the other nodes.

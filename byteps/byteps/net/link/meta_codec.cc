@@ -16,11 +16,13 @@ constexpr uint8_t kSimpleApp = 4;
 // DNS limits names to 253 letters.
 constexpr size_t kMaxHostBytes = 255;
 constexpr int kMaxPrefix = 128;
-// The shortest node: role, id, rank, port, the lengths of two names, the number of NICs.
+// Bytes of the shortest node: role, id, rank, port, the lengths of two names, the number of NICs.
 constexpr size_t kLeastNodeBytes = 16;
-// Limit of nodes reserved before they are read; the vector grows with more.
+// Limit of nodes for which memory is reserved before they are read; the vector grows with more
+// nodes.
 constexpr size_t kNodesAtOnce = 64;
-// Far above any job's, and low enough that ids computed from ranks stay in range.
+// Limit of ranks: far above any job's ranks, and low enough that ids computed from ranks stay in
+// range.
 constexpr int kMaxRank = 1 << 24;
 
 void EncodeNode(const Node& node, ByteWriter* out) {
@@ -119,8 +121,8 @@ bool DecodeMeta(const char* data, size_t size, Meta* meta) {
     return false;
   }
   if (flags > (kRequest | kPush | kSimpleApp) || command > Control::MEMBERS) return false;
-  // A hostile count costs no memory: it must fit in the bytes, and nodes are allocated as they are
-  // read.
+  // A hostile count costs no memory: the nodes must fit in the bytes that are left, and are
+  // allocated as they are read.
   if (nodes > in.left() / kLeastNodeBytes) return false;
   meta->request = (flags & kRequest) != 0;
   meta->push = (flags & kPush) != 0;

@@ -22,7 +22,7 @@
 namespace ps {
 namespace {
 
-// Numeric form of an IPv4 or IPv6 socket address; empty for other families.
+// Returns the numeric form of an IPv4 or IPv6 socket address; "" for other families.
 std::string Numeric(const sockaddr* address) {
   char text[NI_MAXHOST];
   socklen_t length = 0;
@@ -39,8 +39,8 @@ bool IsLinkLocal(const sockaddr* address) {
          IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
-// Returns the addresses of a number, or of "" this host's, without a name service. Empty for a
-// name.
+// Returns the addresses of `host` without a name service: of a number, or of this host if `host` is
+// "". Returns none for a name.
 std::vector<Address> AddressesWithout(const std::string& host, int port) {
   addrinfo hints;
   memset(&hints, 0, sizeof(hints));

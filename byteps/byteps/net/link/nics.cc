@@ -27,7 +27,7 @@
 namespace ps {
 namespace {
 
-// NICs below 1/kSlowest of the fastest NIC's rate are not used: they are for management.
+// NICs below 1/kSlowest of the fastest NIC's rate are not used, because they are for management.
 constexpr int kSlowest = 2;
 // Distances between PCIe devices of different root complexes, and of different NUMA nodes.
 constexpr int kOtherRoot = 100;
@@ -64,7 +64,8 @@ std::vector<std::string> Split(const std::string& text, char between) {
   return parts;
 }
 
-// Returns the distance of a NIC and a GPU: PCIe steps, kOtherRoot or kOtherNuma. 0 without a GPU.
+// Returns the distance between a NIC and a GPU: PCIe steps, kOtherRoot or kOtherNuma. 0 without a
+// GPU.
 int Distance(const HostNic& nic, const DevicePlace& gpu) {
   if (gpu.place.empty()) return 0;
   const auto a = Split(nic.place, '/'), b = Split(gpu.place, '/');
@@ -113,8 +114,8 @@ Interfaces ListInterfaces() {
 
 bool IsV6(const std::string& address) { return address.find(':') != std::string::npos; }
 
-// Returns the RDMA device of an interface. A hardware one shares the PCIe device; a software one
-// names the interface it runs on.
+// Returns the RDMA device of an interface. A hardware device shares the interface's PCIe device; a
+// software device names the interface that it runs on.
 std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(
@@ -130,7 +131,7 @@ std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
   return "";
 }
 
-// Keeps one address per interface, of the family of the node's own address.
+// Returns one address per interface, of the family of the node's own address.
 std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const NicUser& user) {
   std::vector<HostNic> nics;
   for (const HostNic& one : there) {
@@ -166,7 +167,8 @@ std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& 
   return named;
 }
 
-// Returns the NICs of similar rate, to use. Those of unknown rate count only if no rate is known.
+// Returns the NICs to use, which have similar rates. NICs of unknown rate count only if no rate is
+// known.
 std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own, bool uses_rdma) {
   if (!own.is_device) return {own};  // a bond, a bridge or a veth: the administrator has chosen
   const auto serves = [uses_rdma](const HostNic& nic) {
@@ -184,7 +186,7 @@ std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own,
   return of_use.empty() ? std::vector<HostNic>{own} : of_use;
 }
 
-// Returns this worker's share of the NICs: those nearest to its GPU. If several NICs are equally
+// Returns this worker's share of the NICs: the nearest ones to its GPU. If several NICs are equally
 // near, the workers of a host take different ones.
 std::vector<HostNic> NearestOf(const std::vector<HostNic>& nics, const NicUser& user) {
   const size_t ranks = std::max(user.local_size, 1);
@@ -206,7 +208,8 @@ HostNic ReadNic(const std::string& name, const std::string& sysfs) {
   HostNic nic;
   nic.name = name;
   nic.is_device = access((folder + "/device").c_str(), F_OK) == 0;
-  // A virtual interface reports an invented rate. -1 or no number means that the link is down.
+  // A virtual interface reports an invented rate, so only a device's rate is read. -1 or no number
+  // means that the link is down.
   if (nic.is_device) nic.nic.mbps = std::max(ReadInt(folder + "/speed", 0), 0);
   nic.rdma = RdmaDeviceOf(name, sysfs);
   nic.is_up = ReadInt(folder + "/carrier", 0) == 1;
@@ -289,7 +292,8 @@ int HostMbps(const Node& self, const NicSettings& settings) {
 
 namespace {
 
-// Parses "0-15,32-47". Empty for memory without cores, such as a GPU's.
+// Parses a list of cores such as "0-15,32-47". The list is empty for memory without cores, such as
+// a GPU's.
 std::set<int> ParseCores(const std::string& text) {
   std::set<int> cores;
   std::istringstream ranges(text);
@@ -303,14 +307,14 @@ std::set<int> ParseCores(const std::string& text) {
   return cores;
 }
 
-// A NUMA node with NICs, and its share of the threads.
+// A NUMA node with NICs, and the share of the threads that it gets.
 struct Share {
   ThreadPlace place;
-  double rate = 0;  // sum over its NICs
+  double rate = 0;  // sum over the node's NICs
   size_t threads = 0;
 };
 
-// Returns empty if threads cannot be placed.
+// Returns nothing if threads cannot be placed.
 std::vector<Share> SharesOf(const std::vector<HostNic>& nics, const NumaNodes& nodes,
                             const std::set<int>& allowed) {
   const bool rates =

@@ -10,8 +10,8 @@
 namespace ps {
 namespace {
 
-// Minimum time for a new connection's first acknowledgement. (The limit is this or a quarter of
-// BYTEPS_RECONNECT_TIMEOUT_S.)
+// Time for the first acknowledgement over a new connection, or a quarter of
+// BYTEPS_RECONNECT_TIMEOUT_S if that is shorter.
 constexpr auto kChance = std::chrono::seconds(5);
 
 }  // namespace

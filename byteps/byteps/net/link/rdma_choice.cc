@@ -12,11 +12,12 @@ using byteps::core::UsageError;
 
 namespace {
 
-// Ports and GID indices are single bytes in the verbs interface.
+// Greatest port and GID index: the verbs interface has a byte for each.
 constexpr int kMost = 255;
 constexpr size_t kDigits = 3;
 
-// Parses a number, or returns `fallback` for "". False if it is not a number from `low` to kMost.
+// Parses `text` into `number`, or sets it to `fallback` if `text` is "". Returns false if `text` is
+// not a number from `low` to kMost.
 bool Take(const std::string& text, int low, int fallback, int* number) {
   *number = fallback;
   if (text.empty()) return true;

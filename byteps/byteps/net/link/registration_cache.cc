@@ -14,7 +14,8 @@ struct Allocation {
   uint64_t number = 0;
   uintptr_t begin = 0;
   size_t bytes = 0;
-  Mutex mu;  // own lock: registering takes long, and must not block other allocations
+  // Each allocation has a lock: registering takes long, and must not block other allocations.
+  Mutex mu;
   RegistrationCache::Registration registration PS_GUARDED_BY(mu);
   bool tried PS_GUARDED_BY(mu) = false;
 };
@@ -79,7 +80,8 @@ RegistrationCache::Registration RegistrationCache::Find(const void* address, siz
   const size_t offset = begin - found->begin;
   if (bytes > found->bytes - offset) return nullptr;
   if (!make) {
-    if (!found->mu.TryLock()) return nullptr;  // the holder may be registering, which takes long
+    // The lock's holder may be registering, which takes long.
+    if (!found->mu.TryLock()) return nullptr;
     const Registration registration = found->registration;
     found->mu.Unlock();
     return registration;

@@ -45,7 +45,8 @@ void HeartbeatThread::Stop() {
 void HeartbeatThread::Run() {
   StallWatch::Feeder feeder(heartbeat_s_);
   const auto awake = [this]() PS_REQUIRES(mu_) { return woken_ || stopped_; };
-  // The time is on the steady clock: peers also count the time in which this process stood still.
+  // The next heartbeat is due on the steady clock, because peers also count time in which this
+  // process stood still.
   auto next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s_);
   while (true) {
     {
@@ -81,7 +82,7 @@ void HeartbeatThread::Run() {
 std::string StoodStill(const std::string& self, double peer_timeout_s) {
   const auto limit = ToDuration(peer_timeout_s);
   const auto pause = StallWatch::Get()->StoodStill(limit, std::chrono::steady_clock::now());
-  // A shorter pause is no reason for peers to call this process lost.
+  // Peers do not call this process lost after a shorter pause.
   if (pause < limit / 3) return "";
   char text[64];
   snprintf(text, sizeof(text), " stood still for %.1f s; ",

@@ -50,8 +50,8 @@ constexpr unsigned kNodes = kWorkers | kServers;
 struct Rule {
   Control::Command command;
   const char* name;
-  unsigned to_nodes;    // roles that may receive it from the scheduler
-  unsigned from_nodes;  // roles that may send it to the scheduler
+  unsigned to_nodes;    // roles that may receive the command from the scheduler
+  unsigned from_nodes;  // roles that may send the command to the scheduler
 };
 
 constexpr Rule kRules[] = {
@@ -80,7 +80,8 @@ bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std
   if (from == Node::SCHEDULER) return (rule->to_nodes & (1U << to)) != 0;
   if (to != Node::SCHEDULER || (rule->from_nodes & (1U << from)) == 0) return false;
   if (command != Control::LEAVE) return true;
-  // Only a server sends that it was stopped. A worker sends that it is done, or has failed.
+  // Only a server may say in its LEAVE that it was stopped. A worker says that it is done, or has
+  // failed.
   const auto leave = Parse<Leave>(body);
   return leave && std::holds_alternative<Stopped>(*leave) == (from == Node::SERVER);
 }

@@ -21,12 +21,12 @@ using membership::Send;
 namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;
-// Time for the scheduler's last message to arrive after its connection closed. The same for its
-// message about a peer whose connection broke.
+// Time for the scheduler's last message to arrive after the scheduler's connection closed, or after
+// a peer's connection broke.
 constexpr double kLastWordSeconds = 0.5;
-// Time for the last message of a peer that closed its connection.
+// Time for the last message of a peer to arrive after the peer closed its connection.
 constexpr double kPeersWordSeconds = 1.5;
-// Time for the scheduler to fail the job after a report.
+// Time for the scheduler to fail the job after this node has reported a broken link.
 constexpr double kVerdictSeconds = 5.0;
 
 }  // namespace
@@ -82,9 +82,9 @@ void NodeMembership::Join() {
                    Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
                    (why.empty() ? "" : ": " + why));
   }
-  // The scheduler has answered. If nodes do not come, the scheduler gives up by itself, and names
+  // The scheduler has answered. From now on it gives up by itself if nodes are missing, and names
   // them; the heartbeat thread notices if the scheduler dies. The wait is ended by the scheduler's
-  // word or its loss; deadline: the scheduler's, BYTEPS_START_TIMEOUT_S.
+  // message or its loss; deadline: the scheduler's, BYTEPS_START_TIMEOUT_S.
   cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
   // A short job may have ended before this thread wakes.
   if (state_ != State::kFailed) return;
@@ -111,11 +111,11 @@ void NodeMembership::Leave(const Farewell& farewell) {
   const auto is_over = [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
   };
-  // The scheduler decides when this worker may go: if a server is lost, other workers may need this
-  // worker's results, and a scheduler that returns must learn that this worker has left.
+  // The scheduler decides when this worker may leave. If a server is lost, other workers may need
+  // this worker's results. A scheduler that returns must learn that this worker has left.
   if (settings_.replace_servers_s > 0 || returns) {
-    // The wait is ended by the scheduler's answer, its loss, or Stop; deadline: the scheduler's,
-    // BYTEPS_SCHEDULER_RETURN_S where there is none.
+    // The wait is ended by the scheduler's answer, its loss, or Stop; deadline: the scheduler's, or
+    // BYTEPS_SCHEDULER_RETURN_S without a scheduler.
     cond_.Wait(&mu_, is_over);
   } else {
     // The wait is ended by the scheduler's answer or Stop; deadline: kGoodbyeSeconds.
@@ -216,7 +216,7 @@ void NodeMembership::Handle(const Message& msg) {
       return settings_.probe > 0 ? OnProbeAnswer(body) : OnRefused(body);
     case Control::JOB_FAILED: {
       {
-        // The scheduler announces failures only to members, so this node is one.
+        // The scheduler announces failures only to members, so this node is a member.
         MutexLock lock(&mu_);
         welcomed_ = true;
       }
@@ -230,7 +230,7 @@ void NodeMembership::Handle(const Message& msg) {
     case Control::JOB_END:
       return OnEnd(membership::Parse<membership::End>(body).value_or(membership::End()).suspended);
     default:
-      return OnHeartbeat();  // MaySend allows no other command
+      return OnHeartbeat();  // MaySend allows no other command here
   }
 }
 
@@ -244,7 +244,8 @@ void NodeMembership::OnWelcome(const Message& msg) {
   if (!welcome) return;
   if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
   if (OnReturn(welcome->scheduler_number)) return;
-  // When this node connected, the scheduler may still have been in the previous generation.
+  // When this node connected, the scheduler may still have been in the previous generation, so the
+  // generation is set again.
   links_->SetGeneration(welcome->generation);
   {
     MutexLock lock(&mu_);
@@ -260,7 +261,7 @@ void NodeMembership::OnWelcome(const Message& msg) {
 void NodeMembership::OnRefused(const std::string& body) {
   const bool again = body.starts_with(membership::kAgain);
   MutexLock lock(&mu_);
-  // This node's work is done, so a returned scheduler does not need it.
+  // This node's work is done, so a returned scheduler does not need this node.
   if (!again && asked_.leaves && state_ == State::kActive) return Enter(State::kEnded);
   if (!again) {
     lock.Unlock();
@@ -300,7 +301,7 @@ void NodeMembership::OnAdmission(const Message& msg) {
       if (state_ == State::kActive && roster_.Find(node.id) != nullptr) continue;
     }
     links_->Connect(node);
-    if (node.role == Node::SCHEDULER) continue;  // only its NICs are news
+    if (node.role == Node::SCHEDULER) continue;  // only the scheduler's NICs are new
     MutexLock lock(&mu_);
     roster_.Put(node);
   }
@@ -364,7 +365,7 @@ void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& 
   MutexLock lock(&mu_);
   if (left_acknowledged_ || !InJob() || NotFound(how)) return;
   if (!welcomed_) {
-    // This node never reached the scheduler, or was refused.
+    // This node never reached the scheduler, or the scheduler refused it.
     const std::string reason =
         "the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome;
     // The job has not failed, and this process may try again.
@@ -438,10 +439,10 @@ void NodeMembership::ReportBrokenLink(int id) {
     if (peer != nullptr) lost = peer->node;
     lost.id = id;
     lost.role = IsWorkerId(id) ? Node::WORKER : Node::SERVER;
-    if (lost.port == Node::kEmpty) lost.port = 0;  // the value of nodes that do not listen
+    if (lost.port == Node::kEmpty) lost.port = 0;  // kEmpty is the port of nodes that do not listen
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);
-      broken_links_.erase(it);  // it left in order
+      broken_links_.erase(it);  // the node left in order
       return;
     }
     reason = before + (peer != nullptr ? Describe(peer->node) : RoleAndRank(id)) + " was lost to " +

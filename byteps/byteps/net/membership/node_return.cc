@@ -1,4 +1,4 @@
-// Nodes whose scheduler has died, and may return (docs/design/losses.md).
+// Handling of the scheduler's death and return on the other nodes (docs/design/losses.md).
 #include <algorithm>
 #include <chrono>
 #include <set>
@@ -24,9 +24,11 @@ namespace {
 
 // Pause between attempts to reach the scheduler.
 constexpr double kPauseSeconds = 0.2;
-// Delay before broken links are reported to a returned scheduler, after all more urgent messages.
+// Delay before broken links are reported to a returned scheduler. All other messages are more
+// urgent.
 constexpr double kWordSeconds = 0.5;
-// Time in which a scheduler that knows all nodes removes a replica, and all servers apply that.
+// Time in which a returned scheduler that knows all nodes removes a replica, and all servers apply
+// the removal.
 constexpr double kRemovalSeconds = 3;
 
 }  // namespace
@@ -260,7 +262,8 @@ bool NodeMembership::LoseServer(int rank, int turn, const std::string& reason) {
     last = turn;
     broken_links_.erase(id);
     Member* const member = roster_.Find(id);
-    if (member != nullptr) member->left = member->removed = true;  // its broken links are expected
+    // The member's broken links are expected.
+    if (member != nullptr) member->left = member->removed = true;
   }
   if (!is_lost_now) return true;
   links_->Disconnect(id);
@@ -280,8 +283,8 @@ void NodeMembership::OnReplaced(const membership::ServerReplaced& word, const No
   event.kind = MembershipEvent::kServerReplaced;
   event.rank = word.rank;
   event.node = InfoOf(successor);
-  // Servers have links to other servers only for backups. The event is announced on all nodes,
-  // because workers wait for it.
+  // Only servers that back up each other have links. All nodes announce the event, because workers
+  // wait for it.
   const Node self = links_->self();
   const bool worker = self.role == Node::WORKER;
   if (worker || settings_.backups) {

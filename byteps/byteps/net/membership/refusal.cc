@@ -25,8 +25,9 @@ Refusal Check(const Roster& roster, RosterPolicy* policy, const MembershipSettin
         (settings.backups ? "set on the scheduler, and not there" : "not set on the scheduler") +
         ": set it alike on all nodes"};
   }
-  // A conflict about numbers or ranks may be with nodes of a generation that the scheduler has not
-  // ended yet, since its nodes have some time to reconnect.
+  // The claim may conflict with nodes of the previous generation, which have some time to reconnect
+  // before the scheduler ends that generation. So a cluster that is kept asks the node to come
+  // later.
   const bool later = settings.keep;
   const bool worker = node.role == Node::WORKER;
   const JobSize& expected = roster.expected();

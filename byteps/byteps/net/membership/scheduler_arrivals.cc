@@ -1,4 +1,4 @@
-// Nodes that come to the scheduler: admission, and what they are told.
+// Nodes that join the job: the scheduler admits or refuses them, and informs them.
 #include <algorithm>
 #include <climits>
 #include <map>
@@ -36,7 +36,8 @@ void SchedulerMembership::Register(const Message& msg) {
     if (!refusal && node.role == Node::SERVER) policy_->ChoosePlace(&node);
   }
   if (refusal) return Refuse(node, refusal);
-  // The scheduler connects before the node is a member: every member must be told of a failure.
+  // The scheduler connects to the node before it makes the node a member, because every member must
+  // be told of a failure.
   job_.links->Connect(node);
   bool had_begun = false, begins = false;
   int scheduler_number = 0;
@@ -93,7 +94,7 @@ void SchedulerMembership::Admit(const Claim& claim, const Node& node) {
   member->link_mbps = claim.link_mbps;
   if (job_.has_begun) return policy_->OnArrival(*member);
   if (!job_.roster.IsComplete()) return;
-  failure_.clear();  // the previous generation's
+  failure_.clear();  // the previous generation's failure
   job_.has_begun = true;
   policy_->OnComplete();
 }
@@ -137,8 +138,9 @@ void SchedulerMembership::TellAll() {
 
 void SchedulerMembership::TellBeginning(const std::vector<Node>& newcomers,
                                         membership::Beginning beginning) {
-  // Workers connect to servers, and with backups neighboring servers to each other; no other
-  // addresses are needed. All nodes may have to reconnect to the scheduler over another NIC.
+  // Workers connect to servers, and with backups neighboring servers connect to each other, so
+  // nodes need only these addresses. Every node also gets the scheduler's, because it may have to
+  // reconnect over another NIC.
   std::vector<Node> scheduler;
   if (job_.links->self().nics.size() > 1) scheduler.push_back(job_.links->self());
   std::vector<Node> servers = scheduler;

@@ -16,7 +16,7 @@ using membership::Send;
 
 namespace {
 
-// Workers that leave within this time are announced in one message per server.
+// Workers that leave within this time are announced together, in one message per server.
 constexpr double kDepartureSeconds = 0.02;
 
 }  // namespace
@@ -130,7 +130,7 @@ void SchedulerMembership::Handle(const Message& msg) {
     case Control::LEAVE:
       return OnFarewell(sender, msg.meta.body);
     default:
-      return;  // MaySend allows no other command
+      return;  // MaySend allows no other command here
   }
 }
 
@@ -138,7 +138,7 @@ void SchedulerMembership::Handle(const Message& msg) {
 
 void SchedulerMembership::OnFarewell(int node_id, const std::string& text) {
   const auto leave = membership::Parse<membership::Leave>(text);
-  if (!leave) return;  // MaySend has checked it
+  if (!leave) return;  // MaySend has checked the body
   const membership::Departure departure = membership::DepartureOf(*leave, job_.settings.keep);
   if (!departure.failure.empty()) {
     if (IsWorkerId(node_id) && policy_->HoldsFailure(node_id, departure.failure)) return;
@@ -154,7 +154,7 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
   {
     MutexLock lock(&job_.mu);
     Member* const member = job_.roster.Find(node_id);
-    if (member == nullptr || member->left) return;  // it waits for its answer, or has it
+    if (member == nullptr || member->left) return;  // the worker waits for its answer, or has it
     const std::string objection = policy_->WhyMayNotLeave(node_id);
     if (!objection.empty()) {
       lock.Unlock();
@@ -264,7 +264,8 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
   }
   PS_PROBE(kForgotten);
   BPS_LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
-  // The scheduler forgets this server. If it lives, it must learn that, and not wait for the job.
+  // The scheduler forgets this server. If the server lives after all, it must learn that it was
+  // removed, and not wait for the job.
   Send(job_.links, Control::JOB_FAILED, node_id, reason);
   job_.links->Disconnect(node_id);
 }
@@ -287,8 +288,8 @@ void SchedulerMembership::FailJob(const std::string& reason, bool for_good, cons
   {
     MutexLock lock(&job_.mu);
     if (job_.state != State::kActive) return;
-    // The state is set before nodes are told of the failure: they will end because of it, and must
-    // not count as further losses.
+    // The state is set before nodes are told of the failure: they will end because of it, and their
+    // ends must not count as further losses.
     job_.state = goes_on ? State::kTurning : State::kFailed;
     failure_ = reason;
     if (goes_on) next = job_.generation + 1;
@@ -319,7 +320,8 @@ void SchedulerMembership::BeginGeneration() {
   }
   ignored_.Clear();
   SetGeneration(generation);
-  // Old nodes lose their ids first: new nodes may get these ids while old ones are being told.
+  // Old nodes lose their ids first, because new nodes may get these ids while old nodes are being
+  // told.
   for (const Node& node : old) {
     job_.links->Connect(node);
     job_.links->Disconnect(node.id);

@@ -6,11 +6,11 @@
 namespace ps {
 namespace {
 
-// Limit of nodes of a role: the scheduler counts through them, so larger claims are refused.
+// Limit of nodes of one role. The scheduler counts through them, so larger claims are refused.
 constexpr int kMaxNodes = 1 << 20;
 // Limit of counters.
 constexpr int kMaxCount = 1'000'000'000;
-// Prefix of a worker's failure in messages to other nodes.
+// Prefix of a worker's failure when other nodes are told of it.
 constexpr char kFailed[] = "failed: ";
 
 bool IsRank(int rank) { return rank >= 0 && rank < kMaxNodes; }

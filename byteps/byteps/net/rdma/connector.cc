@@ -60,7 +60,7 @@ void Connector::FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::secon
 
 void Connector::Disconnect(std::shared_ptr<Endpoint> endpoint) {
   Post([this, endpoint] {
-    Wake(*endpoint);  // it may be finished
+    Wake(*endpoint);  // the endpoint may be finished
     waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(),
                                   [&](const auto& link) { return link->endpoint == endpoint; }),
                    waiting_.end());
@@ -84,7 +84,7 @@ void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint, bool el
   if (std::find(broken_.begin(), broken_.end(), endpoint) == broken_.end()) {
     broken_.push_back(endpoint);
   }
-  if (!endpoint->NeedsConnection()) return;  // there is another one already
+  if (!endpoint->NeedsConnection()) return;  // the endpoint has another connection already
   if (!endpoint->active()) return Forget(endpoint.get());
   for (const auto& entry : links_) {
     if (entry.second->endpoint != endpoint || !entry.second->established) continue;
@@ -147,7 +147,7 @@ void Connector::Loop() {
     for (const auto& device : shared ? shared->devices : Devices()) {
       items.push_back({device->context()->async_fd, POLLIN, 0});
     }
-    // The wait is ended by an event or Wake; deadline: the next thing that is due.
+    // The wait is ended by an event or Wake; deadline: the next task that is due.
     if (poll(items.data(), items.size(), MillisecondsToWait()) < 0 && errno != EINTR) {
       ThrowErrno("poll");
     }
@@ -173,7 +173,8 @@ void Connector::Loop() {
 void Connector::TakeEvents() {
   rdma_cm_event* event = nullptr;
   while (rdma_get_cm_event(channel_.get(), &event) == 0) {
-    // The data are copied, because an id cannot be destroyed before its event is acknowledged.
+    // The data are copied: the event must be acknowledged before its id can be destroyed, and that
+    // frees the data.
     char data[256] = {0};
     rdma_cm_event copy = *event;
     size_t bytes = std::min<size_t>(event->param.conn.private_data_len, sizeof(data) - 1);
@@ -312,7 +313,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
       link->established = true;
       return;
     case RDMA_CM_EVENT_REJECTED:
-      // The peer broke the connection before it knew that it was established.
+      // The peer broke the connection before this side knew that the connection was established.
       if (link->established) return OnDisconnected(link);
       return OnRejected(link, event);
     case RDMA_CM_EVENT_ADDR_ERROR:
@@ -320,7 +321,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_ROUTE_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_CONNECT_ERROR:
-      // The kernel reports this event also if the peer's address now leads to another NIC.
+      // The kernel reports this event also when the peer's address moves to another NIC.
       if (link->established) {
         return link->endpoint->Break("the network path to the peer changed" + status,
                                      LinkFault::kBroken);
@@ -345,20 +346,20 @@ void Connector::OnDisconnected(Link* link) {
   Wake(*link->endpoint);
 }
 
-// Nodes with several NICs: a link leaves a failed pair, probes its first pair at times, and
-// returns.
+// Probes of a link's first pair of NICs. A link leaves a failed pair, probes its first pair at
+// times, and returns to it.
 
 namespace {
 
 constexpr auto kProbeTime = std::chrono::seconds(2);
 constexpr int kResolveMs = 2000;
 constexpr auto kAskPause = std::chrono::seconds(1);
-// The connection manager's code for a request rejected by the listening process.
+// The connection manager's code for a request that the listening process has rejected.
 constexpr int kRejectedByListener = 28;
 
 }  // namespace
 
-// Connector's thread, as all below.
+// The connector's thread calls this and all functions below.
 void Connector::OnEstablished(Link* link) {
   const auto now = Clock::now();
   link->established = true;
@@ -393,7 +394,7 @@ void Connector::LookHome(Clock::time_point now) {
 }
 
 void Connector::StartProbe(Link* link) {
-  link->look_at = Clock::time_point::max();  // until the probe has ended
+  link->look_at = Clock::time_point::max();  // the next look waits until the probe has ended
   Probe probe;
   probe.id = NewId();
   probe.endpoint = link->endpoint;
@@ -403,7 +404,8 @@ void Connector::StartProbe(Link* link) {
   const DialPlan::Route& home = link->dial.home();
   Address from = Resolve(home.from, 0).front();
   Address to = home.to;
-  // The result is ignored: if this fails at once, e.g. because a NIC is down, the probe times out.
+  // The result is ignored: if the call fails at once, e.g. because a NIC is down, the probe times
+  // out.
   (void)rdma_resolve_addr(id, from.get(), to.get(), kResolveMs);
 }
 

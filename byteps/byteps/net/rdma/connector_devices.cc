@@ -1,4 +1,4 @@
-// Devices of a connector, and their pollers.
+// Devices that a connector uses, and their pollers.
 #include <fcntl.h>
 
 #include <cerrno>
@@ -137,7 +137,7 @@ std::vector<Owned<rdma_cm_id>> Connector::BindToAll(const std::vector<std::strin
       port = ntohs(rdma_get_src_port(ids.front().get()));
     } catch (const Error& e) {
       if (ids.empty()) throw;
-      // Reasons are an inactive port, or a port in use. Connections then use other pairs of NICs.
+      // The port may be inactive or in use. Connections then use other pairs of NICs.
       BPS_LOG(WARNING) << "the NIC at " << host << " is not used: " << e.what();
     }
   }

@@ -22,10 +22,10 @@ namespace rdma {
 namespace {
 
 constexpr int kResolveMs = 2000;
-// Limit of an attempt to reconnect. After lost packets, the connection manager would wait ever
+// Limit of one attempt to reconnect. After lost packets, the connection manager would wait ever
 // longer between its own retries.
 constexpr auto kAttemptTime = std::chrono::seconds(5);
-// Pause while the device returns requests.
+// Pause between checks while the device returns requests.
 constexpr auto kLook = std::chrono::milliseconds(5);
 // The connection manager's codes for "no listener" and for a refusal by the listener.
 constexpr int kNobodyListens = 8;
@@ -87,7 +87,7 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   link->challenge.clear();
-  // The next attempt may use another device, so the objects of this device are dropped.
+  // The next attempt may use another device, so this device's queue pair and memory are dropped.
   if (link->dial.has_several_pairs() && !again_soon) link->endpoint->Discard();
   const std::string route = link->dial.Current().Text();
   PS_VLOG(1) << "connecting to node " << link->endpoint->peer() << " by " << route
@@ -100,7 +100,7 @@ void Connector::Postpone(LinkPtr link, const std::string& error, bool nobody_lis
   const auto now = Clock::now();
   link->next_try =
       again_soon ? link->dial.Postponed(error, now) : link->dial.Failed(error, nobody_listens, now);
-  if (link->resumes) {  // EndOutages has the deadline
+  if (link->resumes) {  // EndOutages has the deadline for reconnecting
     if (link->dial.redial().IsListenerGone(now)) return link->endpoint->GiveUp(error, true);
     return waiting_.push_back(std::move(link));
   }
@@ -152,7 +152,7 @@ void Connector::GreetingFailed(Link* link, const std::string& error, bool proved
 }
 
 void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
-  // The challenge had expired when the peer's proof arrived.
+  // The challenge had expired when the peer got this node's proof.
   if (!raw->challenge.empty()) return TryAgain(raw, "it asked for a proof once more");
   const bool proved = Proves(challenge.proof, kWhoChallenges, raw->said + challenge.Claims());
   if (raw->receiver != 0 && challenge.sender != raw->receiver) {
@@ -207,9 +207,9 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
     return GreetingFailed(link, error, proved);
   }
   try {
-    link->receiver = reply.sender;  // after a break only this process may resume
+    link->receiver = reply.sender;  // after a break only the same process may resume the connection
     link->endpoint->Attach(link->id.get(), reply.mtu);
-    // The credits are set before the peer can send, because this side must be able to answer.
+    // The credits are set before the peer can send, because this side must then be able to answer.
     link->endpoint->SetPeerSlots(reply.slots);
     if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
     OnEstablished(link);
@@ -252,9 +252,9 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
 
 namespace {
 
-// A challenge is valid in its own period and the next.
+// Seconds of a challenge's period. A challenge is valid in its period and in the next one.
 constexpr int64_t kPeriodS = 5;
-// Reasons of a refusal, before auth::kAdvice.
+// Reasons of a refusal. The text continues with auth::kAdvice.
 constexpr char kPeerHasNone[] = "the job has a secret, the peer none: ";
 constexpr char kPeerHasAnother[] = "the two nodes have different job secrets: ";
 static_assert(std::max(sizeof(kPeerHasNone), sizeof(kPeerHasAnother)) + sizeof(auth::kAdvice) - 2 <=
@@ -303,8 +303,8 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   if (!refusal.again_soon) {
     BPS_LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
   } else if (endpoint) {
-    // If the last completion came while a thread looked for memory (LetGoIfDrained), the poller
-    // would not look again without this call.
+    // Without this call the poller would not look again if the last completion came while a thread
+    // was looking for memory (LetGoIfDrained).
     Wake(*endpoint);
   }
   Refuse(event.id, refusal);
@@ -312,7 +312,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
 
 void Connector::MakeReady(Endpoint* endpoint, Refusal* refusal) {
   if (endpoint->MayConnect()) return;
-  // This side has not noticed that the old connection broke, or even that it was made.
+  // This side has not yet noticed that the old connection broke, or even that it was made.
   endpoint->Open();
   endpoint->Break("its connection broke", LinkFault::kBroken);
   refusal->reason = "the connection that broke is not closed yet";
@@ -347,7 +347,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
     for (auto it = used_proofs_.begin(); it != used_proofs_.end();) {
       it = it->second < now - 1 ? used_proofs_.erase(it) : std::next(it);
     }
-    // A proof that was used before must have been overheard, so it is refused.
+    // A proof that was used before has been overheard, so it is refused.
     if (!used_proofs_.emplace(request.proof, period).second) break;
     return true;
   }

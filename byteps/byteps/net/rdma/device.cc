@@ -41,7 +41,7 @@ OpenDevice OpenByName(const std::string& name) {
               "' names no RDMA device; there are: " + (known.empty() ? "none" : known));
 }
 
-// Returns the IP address in a RoCE GID; "" if there is none.
+// Returns the IP address that a RoCE GID contains; "" if there is none.
 std::string AddressOfGid(const ibv_gid& gid) {
   static const uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
   char text[INET6_ADDRSTRLEN];
@@ -113,8 +113,8 @@ std::string AddressOfDevice(const Settings& settings, const std::string& fallbac
       first = address;
     }
   }
-  // A GID of InfiniBand is not an IP address, so the fallback is tried: binding to it fails if it
-  // is wrong.
+  // A GID of InfiniBand is not an IP address, so the fallback is returned. If it is wrong, binding
+  // to it fails.
   return first.empty() ? fallback : first;
 }
 

@@ -33,7 +33,7 @@ Endpoint::Endpoint(EndpointOwner* owner, Plane plane, int index, bool active,
       outage_(settings.reconnect_s) {}
 
 Endpoint::~Endpoint() {
-  // The connection goes first, so that the device no longer accesses the messages' memory.
+  // The connection is destroyed first. Then the device no longer accesses the messages' memory.
   connection_.reset();
 }
 
@@ -41,7 +41,7 @@ void Endpoint::Open() {
   Deferred deferred;
   {
     MutexLock lock(&mu_);
-    // The peer's first message may arrive before the event for the connection.
+    // The peer's first message may arrive before the event that establishes the connection.
     if (state_ != State::kConnecting || !connection_) return;
     state_ = State::kOpen;
     was_open_ = true;
@@ -118,18 +118,20 @@ void Endpoint::Pump(Deferred* deferred) {
   if (!connection_->told_received && CanSend()) SendResume(deferred);
   // Messages that the peer already has must not be sent again.
   if (state_ != State::kOpen || !connection_->resumed) return;
-  // Requests leave in order. So this posts first the frames that let the peer continue, new
-  // messages last, and only as many bytes as keep the link busy: a CTS behind all waiting values
-  // would starve the other direction.
+  // Requests leave in the order in which they are posted. Frames that let the peer continue are
+  // posted first, new messages last. Values are posted only as far as they keep the link busy: a
+  // CTS behind all waiting values would starve the other direction.
   while (inbox_.any_to_tell() && CanSend()) SendCts(deferred);
   while (CanSend() && MayWrite()) WriteNext(deferred);
   while (outbox_.has_next() && CanSend()) {
     SendNext(deferred);
-    while (CanSend() && MayWrite()) WriteNext(deferred);  // to an offered destination
+    // Writes values to destinations that the peer has offered.
+    while (CanSend() && MayWrite()) WriteNext(deferred);
   }
   if (goodbye_.wanted && !goodbye_.sent && outbox_.empty() && CanSend()) {
     goodbye_.sent = true;
-    connection_->sends.SignalAll();  // it may be closed when the last is complete
+    // The connection may be closed when its last request is complete.
+    connection_->sends.SignalAll();
     SendBare(kGoodbye, deferred);
   }
   if (state_ != State::kOpen) return;
@@ -165,7 +167,7 @@ void Endpoint::SendNext(Deferred* deferred) {
     }
     return;
   }
-  message->place = {};  // already told, or not needed
+  message->place = {};  // the peer knows the destination already, or needs none
   if (header.takes_offer) {
     outbox_.WriteTo(taken.target, std::move(message));
   } else if (message->in_region) {
@@ -279,7 +281,7 @@ void Endpoint::WriteNext(Deferred* deferred) {
                       std::to_string(connection->sends.bytes()) + " bytes are being written, of " +
                           std::to_string(settings_.window_bytes));
   if (!last) return;
-  --connection->credits;  // the immediate uses a slot
+  --connection->credits;  // a write with an immediate uses one of the peer's slots
   Sent(outbox_.TakeWritten());
 }
 
@@ -302,7 +304,7 @@ int Endpoint::PostNothing() {
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
   request.wr_id = connection_->sends.next();
-  request.opcode = IBV_WR_RDMA_WRITE;  // without bytes: address and key are ignored
+  request.opcode = IBV_WR_RDMA_WRITE;  // for a write of 0 bytes, address and key are ignored
   request.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad = nullptr;
   const int error = ibv_post_send(connection_->qp.get(), &request, &bad);
@@ -352,7 +354,7 @@ void Endpoint::Close(const std::string& reason, Deferred* deferred, bool by_peer
   deferred->closed = true;
   deferred->ending = {reason, by_peer, goodbye_.received};
   StopQueuePair();
-  // Messages that were not sent, and requests that were not answered, are known to this side only.
+  // Only this side knows the messages that were not sent, and the requests that were not answered.
   // Memory that the device reads or writes stays until the device has returned its requests.
   outbox_.TakeUnsent(&deferred->done);
   inbox_.StopTelling();

@@ -1,4 +1,4 @@
-// Connections of an endpoint: making them, and ending them.
+// An endpoint's connections: how they are made, and how they end.
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
@@ -19,13 +19,13 @@ namespace {
 // Retries if a receiver has no slot, which should never happen.
 constexpr int kReceiverNotReadyTries = 6;
 constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
-// A lost acknowledgement times out after 4.096 us * 2^18 = 1.1 s, and is retried kTries times: so a
-// silent peer is noticed after about 8 s, unless heartbeats notice it earlier. (Not 7 retries,
-// which Soft-RoCE takes as unlimited.)
+// A lost acknowledgement times out after 4.096 us * 2^18 = 1.1 s, and is retried kTries times. So a
+// silent peer is noticed after about 8 s, unless heartbeats notice it earlier. kTries is not 7,
+// because Soft-RoCE takes 7 as unlimited.
 constexpr int kAckTimer = 18;
 constexpr int kTries = 6;
 constexpr auto kSilence = std::chrono::seconds(8);
-// Half of that if there is another path.
+// Half of kAckTimer's time, for a link that can move to another pair of NICs.
 constexpr int kAckTimerToMove = kAckTimer - 1;
 constexpr auto kSilenceToMove = kSilence / 2;
 
@@ -59,7 +59,7 @@ Endpoint::Connection::Connection(const Path& path, uint32_t depth, uint64_t wind
            Address::Of(rdma_get_peer_addr(path.id)).Host()),
       nics_key(std::hash<std::string>()(nics)),
       sends(depth, window) {
-  // A write has whole pages, so that no packet between two writes is short.
+  // A write consists of whole pages, so that no packet between two writes is short.
   const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), window / kPieces);
   max_write = static_cast<uint32_t>(most / 4096 * 4096);
 }
@@ -109,7 +109,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(const Path& path)
   // RTS, CTS and credits are short: the device takes them inline, without reading memory.
   init.cap.max_inline_data = kInlineBytes;
   made->qp.reset(ibv_create_qp(device.pd(), &init));
-  if (!made->qp) {  // not every device can
+  if (!made->qp) {  // some devices cannot send inline
     init.cap.max_inline_data = 0;
     made->qp.reset(ibv_create_qp(device.pd(), &init));
   }
@@ -234,7 +234,7 @@ void Endpoint::StopQueuePair() {
   attributes.qp_state = IBV_QPS_ERR;
   const int error = ibv_modify_qp(connection_->qp.get(), &attributes, IBV_QP_STATE);
   if (error != 0) BPS_LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
-  // The device returns incomplete requests, but not unsignalled ones that are complete.
+  // The device returns incomplete requests, but not complete ones that were not signalled.
   connection_->sends.SignalAll();
   if (!connection_->sends.ends_unsignalled()) return;
   const int refused = PostNothing();
@@ -283,7 +283,7 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Deferred* de
     if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
     const bool by_peer = fault == LinkFault::kClosed;
     if (patience <= Clock::duration::zero()) return Close(reason, deferred, by_peer);
-    // The silence that led to this fault counts as a part of the patience.
+    // The silence that led to this fault counts towards the time that the peer has to reconnect.
     auto counted = Clock::duration::zero();
     if (fault == LinkFault::kSilent) {
       const bool moves = connection_ && connection_->may_move;
@@ -292,14 +292,14 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Deferred* de
     outage_.Begin(reason, fault, by_peer, patience, counted);
   }
   if (!connection_) return;
-  // The peer may consider the connection established, although this side does not.
+  // The peer may consider the connection established even if this side does not.
   deferred->broken = deferred->broken || connection_->attached;
   state_ = State::kBroken;
   StopQueuePair();
 }
 
 void Endpoint::LetGoIfDrained() {
-  // The first message must stay as long as a thread looks for its memory.
+  // The first message must stay while a thread looks for memory for it.
   if (state_ != State::kBroken || inbox_.is_clearing() || !connection_->drained()) return;
   connection_.reset();
   state_ = State::kConnecting;
@@ -344,7 +344,7 @@ void Endpoint::ReadResume(const char* body, uint32_t bytes, Deferred* deferred) 
   outbox_.Resume(resume.received, &deferred->done);
   if (!outage_.lasts() || state_ != State::kOpen) return;
   deferred->again = outbox_.TakeBegunAgain();
-  // This message came over the new connection, so the connection works.
+  // The message came over the new connection, so the connection works.
   outage_.AwaitProof(deferred->again);
   deferred->after = outage_.End();
   deferred->resumed = true;

@@ -1,4 +1,4 @@
-// Completions and received frames of an endpoint, and memory for values.
+// Receiving side of an endpoint: completions, received frames, and memory for values.
 #include <arpa/inet.h>
 
 #include <cerrno>
@@ -23,7 +23,7 @@ namespace {
 // Completions handled per call.
 constexpr int kBatch = 32;
 
-// Reason of a break if the device returned requests although neither side closed the connection.
+// Reason of a break when the device returned requests although neither side closed the connection.
 constexpr char kStopped[] = "the device stopped its queue pair";
 
 [[noreturn]] void BadFrame(const char* what) {
@@ -33,7 +33,7 @@ constexpr char kStopped[] = "the device stopped its queue pair";
 
 void ReadMeta(const char* data, size_t bytes, int peer, Meta* meta) {
   const bool parses = DecodeMeta(data, bytes, meta);
-  meta->sender = peer;  // overrides the sender's claim
+  meta->sender = peer;  // the connection's peer, whatever the sender claims
   if (parses) return;
   throw Error("it sent a message whose meta of " + std::to_string(bytes) + " bytes does not parse");
 }
@@ -126,7 +126,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Deferred* deferred) {
   --connection_->receives_posted;
   if (wc.status != IBV_WC_SUCCESS) return BreakAfter(wc, "a receive failed: ", deferred);
   if (state_ == State::kClosed) return;
-  if (state_ == State::kConnecting) {  // this precedes the connection's event
+  if (state_ == State::kConnecting) {  // the message comes before the connection's event
     state_ = State::kOpen;
     was_open_ = true;
   }
@@ -139,7 +139,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Deferred* deferred) {
   } catch (const std::exception& e) {
     return Close(e.what(), deferred);
   }
-  // Messages that arrived before a break still count. No further message is read.
+  // Messages that arrived before a break still count, but no further message is read.
   if (state_ != State::kOpen) return;
   if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, deferred);
   ++connection_->owed;
@@ -334,7 +334,7 @@ bool Endpoint::ClearFirst(bool may_block) {
       first = inbox_.first();
       if (!first->asked) {
         const bool one = first->sizes.size() == 1 && first->meta_in_region == 0;
-        lock.Unlock();  // the owner may hold its own lock while it sends
+        lock.Unlock();  // the owner of the memory may hold its own lock while it sends
         if (one) place = owner_->PlaceFor(this, first->parts.msg.meta, first->value_bytes);
         lock.Lock();
         first->asked = true;
@@ -346,8 +346,10 @@ bool Endpoint::ClearFirst(bool may_block) {
     const Region* region = nullptr;
     if (!FindMemory(*first, place, may_block, &memory, &region)) return false;
     MutexLock lock(&mu_);
-    if (memory.region && first->place == nullptr) continue;  // abandoned in the meantime
-    memory.rkey = region->rkey(*connection_->device);  // stays while this message is being cleared
+    // Without a place, the operation was abandoned in the meantime.
+    if (memory.region && first->place == nullptr) continue;
+    // The memory stays while this message is being cleared.
+    memory.rkey = region->rkey(*connection_->device);
     inbox_.EndClearing(std::move(memory));
     Pump(&deferred);
     break;
@@ -384,7 +386,8 @@ bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block,
 template <typename Done>
 bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_ANALYSIS {
   // If the polling thread itself calls this, it must poll here. It reports completions only after
-  // the return, because the calling owner must not be called back during its call.
+  // the return, because the caller, which owns the memory, must not be called back during its own
+  // call.
   const bool polls = std::this_thread::get_id() == polling_thread_;
   while (!done()) {
     if (Clock::now() >= deadline) return false;
@@ -415,7 +418,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   const char* first = static_cast<const char*>(begin);
   MutexLock place_lock(&place_mu_);
   MutexLock lock(&mu_);
-  place_lock.Unlock();  // later calls of PlaceFor know that the memory is abandoned
+  place_lock.Unlock();  // from now on, PlaceFor knows that the memory is abandoned
   outbox_.Withdraw(first, bytes);
   const bool moved = inbox_.Abandon(first, bytes);
   if (moved) {

@@ -106,7 +106,7 @@ bool Inbox::Abandon(const char* begin, uint64_t bytes) {
       ++it;
       continue;
     }
-    // The peer does not know this memory yet, so the message gets other memory.
+    // The peer does not know this memory yet, so the message can get other memory.
     to_tell_.erase(std::find(to_tell_.begin(), to_tell_.end(), it->first));
     bytes_ -= incoming.bytes();
     incoming.memory = Memory();

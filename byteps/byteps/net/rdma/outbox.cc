@@ -10,8 +10,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// Limit of the number of offers that are kept. If an answer's offer was dropped, a normal
-// rendezvous sends the answer.
+// Limit of offers that are kept. An answer whose offer was dropped is sent by a normal rendezvous.
 constexpr size_t kMostOffers = 65536;
 
 }  // namespace
@@ -74,7 +73,7 @@ void Outbox::Sent(OutgoingPtr message) {
 }
 
 void Outbox::Interrupt() {
-  offers_.clear();  // the peer forgets them too
+  offers_.clear();  // the peer forgets its offers, too
   begun_again_ += asked_.size() + writes_.size();
   for (auto it = asked_.rbegin(); it != asked_.rend(); ++it) {
     waiting_.push_front(std::move(it->second));

@@ -16,7 +16,8 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// Number of batches of completions of one endpoint, before other endpoints are served.
+// Number of batches of completions that are handled for one endpoint before other endpoints are
+// served.
 constexpr int kBatches = 8;
 // Delay after which an idle endpoint learns that its last messages have arrived.
 constexpr std::chrono::milliseconds kPause{1};
@@ -52,7 +53,7 @@ Poller::~Poller() {
   Wake();
   // The thread was told to stop, so this wait is ended by its return; deadline: none.
   thread_.join();
-  endpoints_.clear();  // before the channels of their queues
+  endpoints_.clear();  // endpoints are destroyed before the channels of their queues
   close(wake_fd_);
 }
 
@@ -71,7 +72,7 @@ void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
     Endpoint* key = endpoint.get();
     endpoints_[key] = std::move(endpoint);
   }
-  Wake();  // an event may have come for an endpoint that was unknown
+  Wake();  // an event may have come before the endpoint was known
 }
 
 size_t Poller::size() {
@@ -92,7 +93,7 @@ void Poller::Run() {
     if (ready.empty() && !spin_) Sleep();
     TakeEvents(&ready);
     for (auto it = ready.begin(); it != ready.end();) {
-      // The endpoint is looked up, because it may be gone since the event.
+      // The endpoint is looked up again, because it may be gone since the event.
       const auto endpoint = Find(*it);
       bool more = false;
       try {
@@ -141,7 +142,7 @@ std::shared_ptr<Endpoint> Poller::Find(Endpoint* endpoint) {
 }
 
 bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
-  // The queue is armed first: a completion after the last poll then makes an event.
+  // The queue is armed before the last poll. So a completion after that poll makes an event.
   if (!spin_) {
     if (int error = endpoint->Arm()) {
       endpoint->Fail(std::string("its completion queue cannot be armed: ") + strerror(error));

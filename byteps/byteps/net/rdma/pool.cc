@@ -75,7 +75,7 @@ Pool::Buffer Pool::Take(size_t bytes) {
 Pool::Buffer Pool::BufferOf(Block* block, size_t bytes) {
   Buffer buffer;
   buffer.region = block->region.get();
-  block->is_out = true;  // only the caller knows the block
+  block->is_out = true;  // only the caller knows this block
   auto self = shared_from_this();
   buffer.bytes.reset(block->memory, bytes, [self, block](char*) { self->Return(block); });
   return buffer;
@@ -104,13 +104,13 @@ void Pool::Return(Block* block) {
     surplus = std::move(it->second);
     blocks_.erase(it);
   }
-  // The task frees the memory, in the registrar's thread unless that has ended.
+  // The task frees the memory: in the registrar's thread, or here if that thread has ended.
   registrar_->Post([held = std::move(surplus)] {});
 }
 
 namespace {
 
-// Below this size copying is cheaper than pinning and unpinning pages.
+// Limit below which copying is cheaper than pinning and unpinning pages.
 constexpr uint64_t kCopyBytes = 32 << 10;
 
 void CopyToPool(Outgoing* out, Pool* pool) {
@@ -124,15 +124,15 @@ void CopyToPool(Outgoing* out, Pool* pool) {
     memcpy(target, value.data(), value.size());
     target += value.size();
   }
-  out->values.clear();  // they need not be kept until sent
+  out->values.clear();  // the values were copied, so they need not be kept until they are sent
   out->copy = buffer.bytes;
   out->address = out->copy.data();
   out->length = out->copy.size();
   out->keys = buffer.region;
 }
 
-// Registers memory for sending and, unless it is read-only, for receiving, too: later messages are
-// often received into the same memory.
+// Registers memory for sending. Memory that is not read-only is registered for receiving, too,
+// because later messages are often received into it.
 RegistrationCache::Registration RegisterAll(const Devices& devices, const void* begin,
                                             size_t bytes) {
   try {
@@ -147,7 +147,7 @@ RegistrationCache::Registration RegisterAll(const Devices& devices, const void* 
   }
 }
 
-// Returns null if the memory is not cached, or too large to register at once.
+// Returns null if the memory is not in the cache, or too large to register at once.
 std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool may_block,
                                      const Devices& devices) {
   RegistrationCache::Register make;

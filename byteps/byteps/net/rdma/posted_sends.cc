@@ -7,7 +7,8 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// A longer distance saves hardly anything, and delays reuse of the queue.
+// Number of requests of which one is signalled. A larger number saves hardly anything, and delays
+// reuse of the queue.
 constexpr uint32_t kEvery = 16;
 constexpr uint32_t kPartsOfDepth = 4;
 
@@ -16,8 +17,8 @@ constexpr uint32_t kPartsOfDepth = 4;
 PostedSends::PostedSends(uint32_t depth, uint64_t window_bytes)
     : depth_(depth),
       every_(std::clamp(depth / kPartsOfDepth, 1u, kEvery)),
-      // A limit of 3/8 of the window: two of the four pieces of a window exceed it, even if they
-      // are rounded down to pages.
+      // The limit is 3/8 of the window. Two of a window's four pieces exceed it, even if pieces are
+      // rounded down to pages.
       unheard_bytes_(window_bytes / 8 * 3),
       requests_(depth + kReserved) {}
 

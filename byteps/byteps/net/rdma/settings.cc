@@ -22,7 +22,7 @@ uint32_t Settings::slot_bytes() const {
 }
 
 void Settings::FitSlots(uint64_t endpoints) {
-  // The slots of an endpoint fill whole pages.
+  // An endpoint's slots fill whole pages.
   const uint64_t page = 4096;
   const uint64_t each = all_slots_bytes / std::max<uint64_t>(endpoints, 1) / page * page;
   const uint64_t slots = each / slot_bytes();
@@ -58,8 +58,8 @@ void Settings::Check(const Device& device) const {
     throw Error(std::string(name) + "=" + std::to_string(value) + " is too much for " +
                 device.name() + ", which allows " + std::to_string(limit) + " " + what);
   };
-  // The configured depths are checked, even if FitSlots has lowered them: these are the numbers
-  // that the user knows, and the next job may have fewer peers.
+  // FitSlots may have lowered the depths. The configured ones are checked nevertheless: the user
+  // knows these numbers, and the next job may have fewer peers.
   const int64_t most_sends = limits.max_qp_wr - int64_t{PostedSends::kReserved};
   if (send_depth_set > most_sends) {
     fail("BYTEPS_RDMA_START_DEPTH", send_depth_set, "requests in a queue", most_sends);

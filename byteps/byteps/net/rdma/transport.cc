@@ -20,7 +20,8 @@ Transport::Transport(Devices used, const Settings& settings)
 }
 
 Transport::~Transport() {
-  // The registrar goes first: its tasks may hold endpoints, which must not outlive their pollers.
+  // The registrar stops first, because its tasks may hold endpoints, which must not outlive their
+  // pollers.
   registrar->Stop();
 }
 

@@ -32,9 +32,9 @@ namespace {
 // Time for devices to return requests when closing.
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
-// Time for a peer to receive the messages that were sent before its endpoints are closed.
+// Time for peers to receive the messages in flight before their endpoints are closed.
 constexpr auto kFarewell = std::chrono::seconds(5);
-// Abandon waits this long for peers to finish their writes into the memory. Then it breaks the
+// Time that Abandon waits for peers to finish their writes into the memory. Then it breaks the
 // connection.
 constexpr auto kAbandonTime = std::chrono::seconds(1);
 // Limit of a worker's rank, so that its node id is valid.
@@ -49,7 +49,7 @@ uint64_t NumEndpoints(const rdma::Settings& settings, bool backups, size_t nics)
   const uint64_t peers = office.is_worker() ? servers : workers;
   const uint64_t others = 1 + (office.is_server() && backups ? 2 : 0);
   if (!settings.data_plane) return others + peers;
-  // The estimate assumes that peers have equally many NICs.
+  // Peers are assumed to have as many NICs as this node.
   return others + peers * (1 + std::max<uint64_t>(settings.data_endpoints, nics));
 }
 
@@ -72,9 +72,9 @@ RdmaVan::~RdmaVan() = default;
 void RdmaVan::Start(int customer_id, bool standalone) {
   if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
-  // This must come before any registration. Otherwise, after a fork (e.g. for a data loader), this
+  // This call must precede any registration. Otherwise, after a fork (e.g. for a data loader), this
   // process could write to copies of pages while the device still reads the original pages. New
-  // kernels prevent that.
+  // kernels prevent that by themselves.
   if (int error = ibv_fork_init()) {
     BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
@@ -87,7 +87,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
   const bool scheduler = node.role == Node::SCHEDULER;
   const bool every_address = scheduler && settings().on_every_address;
   const bool given = scheduler || settings().nics.names_address;
-  const int port = node.port;  // 0: the kernel chooses
+  const int port = node.port;  // with port 0 the kernel chooses a port
   std::string host = node.hostname;
   try {
     if (!scheduler) host = rdma::AddressOfDevice(settings_, host, given);
@@ -105,7 +105,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     self.hostname = host;
     self.port = bound;
     SetNode(self);
-    // A probe only tests whether it can listen. It must not answer.
+    // A probe only tests whether it can listen, so it does not answer.
     if (!scheduler || settings().membership.probe == 0) connector_->Run();
     return bound;
   } catch (const UnknownHost&) {
@@ -159,7 +159,7 @@ std::vector<std::vector<NicPair>> RdmaVan::PairsWith(const Node& node, int count
   const int turn = scheduler ? 0 : Postoffice::IDtoRank(my_id_) + Postoffice::IDtoRank(node.id);
   auto pairs = PairNics(self.nics, node, count, turn);
   for (auto& tries : pairs) {
-    // A device must be known before it is used to connect.
+    // A device must be known before connections use it.
     for (NicPair& pair : tries) {
       if (pair.from.empty()) pair.from = self.hostname;
     }
@@ -199,7 +199,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   Applicant applicant;
   applicant.who = {request.sender, request.role, request.rank};
   applicant.job = request.job;
-  // The request has a rank, from which the node id follows.
+  // The node id follows from the rank in the request.
   const bool between_servers = AreServers(request.role);
   if (request.rank >= 0 && request.rank < kMaxRank) {
     applicant.node_id = between_servers ? Postoffice::ServerRankToID(request.rank)
@@ -212,8 +212,8 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   const uint64_t job = job_.get();
   const bool is_expected = between_servers && peers_.Expects(request.sender, applicant.node_id);
   refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job, is_expected);
-  // The scheduler announces the two servers to each other, and one may connect early. A peer that
-  // resumes was here before, so it is not early.
+  // The scheduler announces the two servers to each other, and one may connect before the other has
+  // heard of it. A peer that resumes was here before, so it is not early.
   const bool early =
       settings().membership.backups && between_servers && !is_expected && !request.resumes;
   refusal->again_soon = !refusal->reason.empty() && (early || IsBehind(job, request.job));
@@ -268,7 +268,7 @@ void RdmaVan::Abandon(const void* begin, size_t bytes) {
 // --------------------------------------------------------------- stopping
 
 void RdmaVan::Stop() {
-  Van::Stop();  // ends and joins the receiving thread
+  Van::Stop();  // Stop ends and joins the receiving thread
   inbox_.Close();
   if (connector_) {
     Flush();
@@ -288,7 +288,7 @@ void RdmaVan::Stop() {
       }
     }
     RegistrationCache::ForgetRegistrations();
-    connector_.reset();  // and the transport, except memory that is still in use
+    connector_.reset();  // the transport goes, too, except for memory that is still in use
   }
   inbox_.Clear();
 }
@@ -330,7 +330,7 @@ void RdmaVan::Transmit(const Message& msg) {
 }
 
 rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const {
-  if (answer.size() <= settings_.inline_bytes) return {};  // it comes in a frame
+  if (answer.size() <= settings_.inline_bytes) return {};  // the answer comes in a frame
   // Registering takes long, so the memory is registered only when the answer's RTS arrives.
   auto region = rdma::RegionToReceive(answer.data(), answer.size(), false, transport.devices);
   if (!region) return {};
@@ -342,7 +342,8 @@ rdma::Place RdmaVan::PlaceOf(const SArray<char>& answer, const rdma::Transport& 
 char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
   const auto& finder = Postoffice::Get()->handlers().place_for;
   char* const place = meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
-  // A device must write somewhere. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the memory for that.
+  // The device must write the values somewhere. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the memory
+  // for that.
   return place == Nowhere() ? nullptr : place;
 }
 
@@ -355,10 +356,10 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const LinkEnding& ending) {
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << loss.id
              << " closed: " << ending.reason;
   if (loss.link) connector_->Disconnect(loss.link);
-  // A peer that is lost while it first connects may connect again, and no loss is reported.
+  // A peer that is lost while it first connects may connect again, so no loss is reported.
   if (!loss.peer || !(endpoint->was_open() || endpoint->active())) return;
   LinkEnding named = ending;
-  // Links with the scheduler have only one plane.
+  // A link with the scheduler has only one plane.
   if (!is_scheduler_ && loss.id != kScheduler) {
     named.reason =
         std::string("the ") + rdma::NameOf(endpoint->plane()) + " plane: " + ending.reason;

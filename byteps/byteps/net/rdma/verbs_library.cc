@@ -7,7 +7,8 @@
 #include "byteps/base/invariant.h"
 #include "byteps/net/rdma/verbs.h"
 
-// Inline functions of the headers call these by name, and must reach the functions below.
+// Inline functions of the verbs headers call these functions by name. Those calls must reach the
+// definitions below.
 #undef ibv_query_port
 #undef ibv_reg_mr
 
@@ -65,7 +66,7 @@ namespace ps {
 namespace rdma {
 namespace {
 
-// A pointer for each function, with the type in the header.
+// Pointers to the library's functions, with the types in its header.
 struct Functions {
 #define X(name) decltype(&::name) name = nullptr;
   PS_VERBS_FUNCTIONS(X)
@@ -121,7 +122,8 @@ void LoadVerbsLibraries() {
 }  // namespace rdma
 }  // namespace ps
 
-// The functions that the van calls. Hidden (-fvisibility=hidden), so no other library uses them.
+// The functions that the van calls. They are hidden (-fvisibility=hidden), so no other library uses
+// them.
 extern "C" {
 
 int ibv_fork_init(void) { return ps::rdma::functions.ibv_fork_init(); }

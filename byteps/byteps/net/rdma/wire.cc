@@ -19,7 +19,7 @@ static_assert(kMaxReason == kRefusalProof - kPreambleBytes - 1, "all the room th
 constexpr uint8_t kMetaInRegion = 1;
 constexpr uint8_t kHasOffer = 2;
 constexpr uint8_t kTakesOffer = 4;
-// No device has longer queues, and none returns more requests than were posted.
+// Limit of slots. No device has longer queues, and none returns more requests than were posted.
 constexpr uint32_t kMaxSlots = 65535;
 constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
 constexpr uint8_t kDataPlane = 1;
@@ -28,7 +28,7 @@ constexpr uint8_t kResumes = 4;
 constexpr uint8_t kMayMove = 8;
 constexpr uint8_t kProbes = 16;
 constexpr uint8_t kAllFlags = 31;
-// Last byte of a refusal.
+// Last byte of a refusal which says that the peer may soon try again.
 constexpr uint8_t kAgainSoon = 1;
 constexpr uint32_t kChallengeMagic = 0x434d5242;  // "BRMC"
 
@@ -181,7 +181,8 @@ bool Refusal::Decode(const char* data, size_t bytes) {
   ByteReader in(data, bytes);
   uint32_t magic = 0, version = 0;
   if (!in.Int(&magic) || !in.Int(&version) || magic != kMagic) return false;
-  // The refusal's text is read in any version, so that a peer of another version gets the reason.
+  // The refusal's text is read whatever the version, so that a peer of another version gets the
+  // reason.
   const size_t room = std::min(bytes, kRefusalBytes - 1) - kPreambleBytes;
   reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, room));
   if (version == kVersion && bytes >= kRefusalBytes) {

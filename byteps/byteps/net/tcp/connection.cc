@@ -93,7 +93,8 @@ void Connection::Enqueue(OutgoingPtr outgoing) {
 
 void Connection::Drain() {
   const ConnectionPtr keep = shared_from_this();
-  OutgoingList sent;  // destroyed without a lock: owners may call Send
+  // Destroyed without a lock, because owners may call Send from their destructors.
+  OutgoingList sent;
   ssize_t written = 0;
   int error = 0;
   Socket socket;
@@ -101,7 +102,7 @@ void Connection::Drain() {
     sent.clear();
     {
       MutexLock lock(&mu_);
-      if (batch_.epoch != epoch_) {  // there is another socket by now, or none
+      if (batch_.epoch != epoch_) {  // the connection has another socket by now, or none
         sent.swap(batch_.list);
         batch_.epoch = epoch_;
         error = 0;
@@ -122,10 +123,10 @@ void Connection::Drain() {
           writing_.blocked = true;
           return;
         }
-        writing_.writable = false;  // there has been room since
+        writing_.writable = false;  // the socket has had room since
       } else if (error != 0) {
         writing_.is_on = false;
-        writing_.blocked = true;  // until the socket changes
+        writing_.blocked = true;  // the writing thread is blocked until the socket changes
         const uint64_t epoch = epoch_;
         lock.Unlock();
         return SendingFailed(epoch, "sending failed: " + socket->Text(error));
@@ -158,7 +159,7 @@ void Connection::Drain() {
   }
 }
 
-// Reads first: the peer may have sent a reason or a goodbye before it closed.
+// Reads before it acts: the peer may have sent a reason or a goodbye before it closed.
 void Connection::SendingFailed(uint64_t epoch, const std::string& reason) {
   poller_->Post([self = shared_from_this(), epoch, reason] {
     while (self->OnReady(0)) continue;
@@ -198,7 +199,7 @@ void Connection::CloseWhenFlushed() {
   {
     MutexLock lock(&mu_);
     closing_.when_flushed = true;
-    if (state_ == State::kWaiting) {  // no socket will flush it
+    if (state_ == State::kWaiting) {  // no socket will flush the goodbye
       lock.Unlock();
       return Close({"this node closed it", false, true});
     }
@@ -211,7 +212,7 @@ void Connection::CloseWhenFlushed() {
 // ------------------------------------------------------------------ closing
 
 void Connection::Close(const LinkEnding& ending) {
-  OutgoingList left, batch;  // destroyed without a lock
+  OutgoingList left, batch;  // destroyed without a lock, because their owners may call Send
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
@@ -235,7 +236,7 @@ void Connection::Finish() {
     ending = closing_.ending;
   }
   {
-    Message half;  // the incomplete message; destroyed without a lock
+    Message half;  // the incomplete message is destroyed without a lock
     MutexLock lock(&receive_mu_);
     half = reader_.Restart();
     ending.orderly = ending.orderly || reader_.goodbye();
@@ -258,8 +259,9 @@ bool Connection::OnReady(uint32_t events) {
       return false;
     }
     if (events & EPOLLOUT) OnWritable();
-    if (events == EPOLLOUT && is_plain) return false;  // nothing to read
-    // These events show that the peer has sent its last data. epoll will not report that again.
+    if (events == EPOLLOUT && is_plain) return false;  // an event of writing: nothing to read
+    // These events mean that the peer has sent its last data. epoll does not report more data after
+    // them.
     const bool to_the_end = events == 0 || (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
     return Receive(to_the_end);
   } catch (const std::bad_alloc&) {
@@ -277,9 +279,9 @@ namespace {
 
 // Number of bytes read from one connection before the thread serves other connections.
 constexpr size_t kTurnBytes = 4 << 20;
-// Limit of the meta's size from a peer that is not in the job yet.
+// Limit of a message's meta from a peer that is not in the job yet.
 constexpr size_t kStrangersMetaBytes = 65536;
-// Values of at most this size are a short partition, which others often follow at once.
+// Limit of values that count as a short partition. Others often follow a short partition at once.
 constexpr size_t kShortBytes = 192 << 10;
 
 }  // namespace
@@ -289,7 +291,7 @@ bool Connection::Receive(bool to_the_end) {
   bool drained = false;
   for (size_t turn = 0; turn < kTurnBytes && !drained;) {
     const Socket socket = CurrentSocket();
-    if (!socket) break;  // closed, or being replaced
+    if (!socket) break;  // the connection is closed, or its socket is being replaced
     MutexLock lock(&receive_mu_);
     bool all = false;
     const ssize_t n = reader_.Read(socket.get(), &all);
@@ -302,7 +304,7 @@ bool Connection::Receive(bool to_the_end) {
       return false;
     }
     turn += n;
-    // Reading stops here: epoll reports later data, so another read would be wasted.
+    // Reading stops here, because another read would be wasted: epoll reports later data.
     drained = all && !to_the_end;
     Message msg;
     size_t bytes = 0;
@@ -340,7 +342,7 @@ void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) 
                              : error == ECONNRESET ? kReset
                              : error == ETIMEDOUT ? kTimedOut
                                                   : "its connection failed: " + socket->Text(error);
-  // No message was exchanged yet, so none is lost.
+  // The first message has not come, so no message is lost.
   greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
 }
 

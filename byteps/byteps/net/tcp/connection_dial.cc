@@ -1,4 +1,4 @@
-// The dialing side of a connection: it connects, and later returns to its first pair of NICs.
+// The side of a connection that dials: it connects, and later returns to its first pair of NICs.
 
 #include <algorithm>
 #include <cerrno>
@@ -23,8 +23,8 @@ namespace tcp {
 
 namespace {
 
-// Limits for connecting, and for the first answer. Packets may have been lost, and the kernel would
-// retry ever more slowly.
+// Limits of connecting and of the first answer. If packets were lost, the kernel would retry ever
+// more slowly.
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
 constexpr char kSaidNothing[] = "it took the connection and said nothing";
@@ -58,7 +58,7 @@ void Connection::Dial(const std::vector<NicPair>& pairs, int port, const Hello& 
   poller_->Post([self = shared_from_this()] { self->TryNext(); });
 }
 
-// Poller's thread, as all below.
+// The poller's thread calls this and all functions below.
 void Connection::DialAgain(bool elsewhere) {
   hello_.resumes = true;
   dial_.Restart(elsewhere);
@@ -233,7 +233,7 @@ bool Connection::ReadChallenge() {
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
-    // The answer is an invalid proof, so that the listener learns of the mismatch, too.
+    // The answer is an invalid proof. It tells the listener, too, that the secrets differ.
     if (const Socket socket = CurrentSocket()) socket->Say(std::string(auth::kProofBytes, '\0'));
     throw Error(std::string("the two nodes have different job secrets: ") + auth::kAdvice);
   }
@@ -242,7 +242,7 @@ bool Connection::ReadChallenge() {
     const bool behind = IsBehind(challenge.job, hello_.job);
     throw GreetingError(behind ? GreetingFailure::kWillPass : GreetingFailure::kDecided, complaint);
   }
-  // From now on the connection may be resumed only with this process and in this generation.
+  // From now on only this process may resume the connection, and only in this generation.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
   greeting_ = Greeting::kReply;
@@ -290,19 +290,19 @@ double Connection::Silence() const {
 void Connection::AddPairs(const std::vector<NicPair>& pairs) {
   poller_->Post([self = shared_from_this(), pairs] {
     self->dial_.Add(pairs);
-    // With another pair of NICs to try, the current socket may be closed earlier.
+    // While another pair of NICs remains to be tried, the current socket may be closed earlier.
     const Socket socket = self->CurrentSocket();
     if (socket) SetOptions(socket->fd(), self->Silence());
   });
 }
 
-// Poller's thread, as all below.
+// The poller's thread calls this and all functions below.
 void Connection::LookHome() {
   std::weak_ptr<Connection> weak = shared_from_this();
   const uint64_t epoch = Epoch();
   poller_->At(Clock::now() + dial_.NextLook(), [weak, epoch] {
     const ConnectionPtr self = weak.lock();
-    // If the connection has another socket by now, that socket has scheduled its own probe.
+    // If the connection has another socket by now, that socket has scheduled a probe of its own.
     if (self && self->Epoch() == epoch && self->open()) self->TryHome();
   });
 }
@@ -321,7 +321,7 @@ void Connection::TryHome() {
   });
 }
 
-// Starts an outage on purpose; messages in flight are sent again as after any outage.
+// Breaks the connection on purpose. As after any outage, messages in flight are sent again.
 void Connection::GoHome() {
   bool ends = false;
   {

@@ -1,6 +1,6 @@
-// Broken sockets of a connection, and their replacement.
+// Outages of a connection: its socket breaks, and another one replaces it.
 #include <linux/sockios.h>
-#include <linux/tcp.h>  // instead of netinet/tcp.h, which lacks newer fields and conflicts
+#include <linux/tcp.h>  // netinet/tcp.h lacks newer fields, and conflicts with this header
 #include <netinet/in.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -23,11 +23,11 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// First and longest pause between looks for an acknowledgement over a new socket.
+// First and longest pause between checks whether the peer has acknowledged bytes of a new socket.
 constexpr auto kFirstLook = std::chrono::milliseconds(5);
 constexpr auto kLongestLook = std::chrono::milliseconds(500);
 
-// The peer connected again before this end noticed the break.
+// Reason of an outage that this end has not noticed before the peer connects again.
 constexpr char kUnnoticed[] = "its connection broke";
 
 LinkFault FaultOf(const std::string& reason) {
@@ -60,7 +60,7 @@ void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
 void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
   if (outage_.awaits_proof() && Acknowledged()) EndOutage();
   const LinkFault fault = FaultOf(ending.reason);
-  // The silence before the break counts as a part of the patience.
+  // The silence before the break counts towards the time that the peer has to reconnect.
   auto counted = Clock::duration::zero();
   if (fault == LinkFault::kSilent) {
     counted = ToDuration(std::min(Silence(), settings_->reconnect_s / 2));
@@ -149,7 +149,7 @@ void Connection::Detach(State state) {
   }
   if (socket) {
     poller_->Forget(socket->fd());
-    // This stops a thread that still writes to the socket.
+    // A thread that still writes to the socket stops.
     shutdown(socket->fd(), SHUT_RDWR);
   }
   MutexLock lock(&receive_mu_);
@@ -211,7 +211,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
   heard_.arrived.clear();
-  // Data that TLS has already read is not reported by epoll.
+  // epoll does not report data that TLS has already read.
   while (socket->encrypted() && OnReady(0)) continue;
 }
 
@@ -219,7 +219,7 @@ void Connection::Resume(uint64_t received) {
   size_t again = 0;
   bool writes = false;
   bool sends = false;
-  // The bytes are counted before anything follows the greeting.
+  // The bytes of the greeting are counted before anything follows it.
   if (const Socket socket = CurrentSocket()) {
     heard_.greeting_bytes = DeliveryOf(socket->fd()).written();
   }
@@ -228,12 +228,12 @@ void Connection::Resume(uint64_t received) {
     if (state_ == State::kClosed) return;
     const size_t first = heard_.arrived.size();
     again = queue_.Resume(received, &heard_.arrived);
-    rate_ = LinkRate();  // it may use other NICs
+    rate_ = LinkRate();  // the new socket may use other NICs
     TakeBackFrom(first);
     sends = !queue_.empty();
     state_ = State::kOpen;
     writing_.blocked = writing_.writable = false;
-    writes = !writing_.is_on;  // otherwise the writing thread continues here
+    writes = !writing_.is_on;  // a thread that is already writing continues by itself
     writing_.is_on = true;
   }
   if (received > heard_.received) outage_.HearProofOfTheLast();

@@ -88,7 +88,7 @@ bool FrameReader::ReadMeta() {
   return true;
 }
 
-// Chooses where the next value is read to.
+// Chooses the memory into which the next value is read.
 void FrameReader::BeginValue() {
   place_ = nullptr;
   place_bytes_ = place_done_ = 0;
@@ -101,8 +101,8 @@ void FrameReader::BeginValue() {
     char* const place = places_->PlaceFor(incoming_.meta, all);
     if (one || place == Nowhere()) place_ = place;
     if (place_ != nullptr && place_ != Nowhere()) {
-      // An answer shows that the peer has received the request. So the answer may overwrite the
-      // memory from which the request was sent.
+      // The answer shows that the peer has received the request. So the request's memory is free,
+      // and the answer may overwrite it.
       TakeBack(place_);
       values.reset(place_, place_bytes_, [](char*) {});
     }
@@ -112,7 +112,7 @@ void FrameReader::BeginValue() {
       values = pool_->Take(place_bytes_);
       place_ = values.data();
     } catch (const std::bad_alloc&) {
-      place_ = Nowhere();  // the owner reports which message it is
+      place_ = Nowhere();  // the owner reports to which message the memory belonged
     }
   }
   if (place_ == Nowhere()) {

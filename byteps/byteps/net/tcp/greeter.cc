@@ -19,7 +19,7 @@ namespace {}  // namespace
 
 namespace {
 
-// Rate-limited warnings of a kind, so that repeated attempts do not fill the log.
+// Logs refusals of one kind, rate-limited so that repeated attempts do not fill the log.
 class RefusalLog {
  public:
   // Logs a refusal, at most one per minute; further refusals are only counted.
@@ -81,7 +81,7 @@ void Greeter::End(const std::string& reason) {
   host_->done(this);
 }
 
-// The socket closes when the peer has closed, or when its limit of time or bytes is reached.
+// The socket closes when the peer has closed, or when the limit of time or bytes is reached.
 void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
   if (!bytes.empty()) socket_->Say(bytes);
   shutdown(number_, SHUT_WR);
@@ -116,7 +116,7 @@ bool Greeter::ShakeHands() {
     step = socket_->Handshake();
   } catch (const Error& e) {
     Refusals()->encryption.Warn(e.what(), from_);
-    Refuse("", e.what());  // an alert has told the peer
+    Refuse("", e.what());  // a TLS alert has told the peer
     return false;
   }
   switch (step) {

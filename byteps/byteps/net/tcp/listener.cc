@@ -13,12 +13,12 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// Pause while no file can be opened; connections wait in the kernel's queue.
+// Pause while this process can open no file. Connections wait in the kernel's queue.
 constexpr auto kPause = std::chrono::milliseconds(100);
 // Pause while there is no room for unauthenticated connections.
 constexpr auto kShortPause = std::chrono::milliseconds(5);
-// Number of connections accepted at a time. It is less than the thread serves at a time, so
-// accepted connections make progress before more are accepted.
+// Number of connections accepted at a time. The thread serves more than that at a time, so accepted
+// connections make progress before others are accepted.
 constexpr int kTurn = 16;
 
 }  // namespace

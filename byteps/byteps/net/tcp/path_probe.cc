@@ -43,7 +43,7 @@ void PathProbe::End(bool works) {
   if (!done_) return;
   const auto keep = shared_from_this();
   if (fd_) poller_->Forget(fd_.get());
-  // A reset leaves no state at the peer, to which no byte was sent.
+  // A reset leaves no state at the peer. The probe has sent the peer no byte.
   if (fd_) ResetOnClose(fd_.get());
   fd_.Close();
   std::exchange(done_, nullptr)(works);

@@ -66,7 +66,7 @@ void PendingPeers::EvictOne() {
     const auto most =
         std::max_element(per_origin_.begin(), per_origin_.end(),
                          [](const auto& a, const auto& b) { return a.second < b.second; });
-    // If each address has one connection only, the oldest connection is closed.
+    // If no address has several connections, the oldest connection is closed.
     victim = most->second == 1
                  ? entries_.begin()
                  : std::find_if(entries_.begin(), entries_.end(),
@@ -77,7 +77,7 @@ void PendingPeers::EvictOne() {
   const Ptr peer = victim->peer;
   peer->ResetOnEnd();
   peer->End("too many connect and do not say who they are");
-  Remove(peer.get());  // in case End did not
+  Remove(peer.get());  // needed if End has not removed the peer
 }
 
 void PendingPeers::WarnOfFlood(const std::string& origin, size_t of_origin) {

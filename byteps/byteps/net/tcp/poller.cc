@@ -51,7 +51,7 @@ void Poller::Stop() {
   Wake();
   // The thread was told to stop, so this wait is ended by its return; deadline: none.
   if (thread_.joinable()) thread_.join();
-  // Pollables and tasks hold this poller. They are destroyed without the lock.
+  // Pollables and tasks may own this poller, so they are destroyed without the lock.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
   std::multimap<Clock::time_point, Task> tasks;
   MutexLock lock(&mu_);
@@ -165,7 +165,8 @@ void Poller::Serve(const epoll_event* events, int count) {
       continue;
     }
     uint64_t value;
-    (void)!read(wake_.get(), &value, sizeof(value));  // may be empty: another event on it
+    // The read may find nothing, after another event.
+    (void)!read(wake_.get(), &value, sizeof(value));
   }
 }
 
@@ -177,7 +178,7 @@ void Poller::ServeReady() {
   const int count = epoll_wait(epoll_.get(), events, kEvents, 0);
   if (count <= 0) return;
   Serve(events, count);
-  // Other work is left to the poller's thread: the caller handles only the sockets that were ready.
+  // Other work is left to the poller's thread. The caller handles only sockets that were ready.
   const bool woken = std::any_of(events, events + count,
                                  [](const epoll_event& event) { return event.data.u64 == 0; });
   if (!woken && unfinished_.empty()) return;
@@ -197,7 +198,7 @@ void Poller::Loop() {
     before.swap(unfinished_);
     Serve(events, count);
     for (const uint64_t number : before) {
-      // If the pollable was just served, it has reported by itself whether it has more to do.
+      // A pollable that was just served has reported by itself whether it has more to do.
       const bool served = std::any_of(events, events + std::max(count, 0),
                                       [&](const auto& event) { return event.data.u64 == number; });
       if (!served) Serve(number, 0);

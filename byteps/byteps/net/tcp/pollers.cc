@@ -15,7 +15,7 @@ Pollers::Pollers(int threads, size_t pool_bytes) : pool_bytes_(pool_bytes) {
 }
 
 void Pollers::ServeNics(const std::vector<HostNic>& nics, const NumaNodes& nodes) {
-  if (!nodes_.empty()) return;  // a second call, after a failed Bind
+  if (!nodes_.empty()) return;  // this is a second call, after a failed Bind
   const auto places = PlaceThreads(nics, nodes, AllowedCores(), size());
   if (places.front().numa < 0) return;
   std::map<int, std::shared_ptr<MemoryPool>> pools;

@@ -14,7 +14,7 @@ const char* ReadBuffer::Peek(size_t bytes) {
   return nullptr;
 }
 
-// Makes room for `bytes` bytes from begin_ on.
+// Makes room for `bytes` bytes after begin_.
 void ReadBuffer::Need(size_t bytes) {
   if (begin_ > 0) {
     memmove(bytes_.data(), bytes_.data() + begin_, end_ - begin_);

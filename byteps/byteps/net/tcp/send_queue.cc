@@ -11,7 +11,7 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// Messages up to this size overtake larger ones, and are batched.
+// Limit in bytes of messages that overtake larger ones, and are batched.
 constexpr size_t kUrgentBytes = 4096;
 constexpr size_t kBatchBytes = 65536;
 constexpr size_t kMaxVectors = 64;
@@ -29,7 +29,8 @@ bool SendQueue::TakeBatch(uint64_t received, OutgoingList* batch) {
   while (vectors < kMaxVectors) {
     auto& queue = !again_.empty() ? again_ : !urgent_.empty() ? urgent_ : bulk_;
     if (queue.empty()) break;
-    // A large message goes alone or last in a batch, so urgent messages wait for only one of them.
+    // A large message goes alone or last in a batch. So an urgent message waits for at most one
+    // large message.
     if (bytes > 0 && bytes + queue.front()->bytes > kBatchBytes) break;
     const OutgoingPtr next = std::move(queue.front());
     queue.pop_front();
@@ -65,7 +66,7 @@ void SendQueue::Arrived(uint64_t received, OutgoingList* arrived) {
 
 size_t SendQueue::Resume(uint64_t received, OutgoingList* arrived) {
   OutgoingList again = log_.Resume(received, arrived);
-  // If the last socket broke while messages were being sent again, the remaining ones follow.
+  // If the last socket broke while messages were being sent again, the rest of them follows.
   for (auto& message : again_) again.push_back(std::move(message));
   again_.swap(again);
   bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);

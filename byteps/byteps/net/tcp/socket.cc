@@ -22,8 +22,8 @@ namespace {
 constexpr int kBacklog = 4096;
 // Number of keep-alive probes after which a silent peer counts as lost.
 constexpr int kProbes = 3;
-// Limit of unsent bytes in the kernel: enough to keep a link busy while a thread wakes, and no
-// more, since urgent messages queue behind them.
+// Limit of unsent bytes in the kernel. They keep the link busy while a thread wakes; more bytes
+// would delay urgent messages, which queue behind them.
 constexpr int kUnsentBytes = 256 << 10;
 // Files that a process opens besides its connections.
 constexpr size_t kUsualFiles = 1024;
@@ -33,10 +33,11 @@ void Set(int fd, int level, int option, int value) {
   (void)setsockopt(fd, level, option, &value, sizeof(value));
 }
 
-// Returns false with errno if this host does not have the address.
+// Binds a socket to the local address `from`. Returns false and sets errno if this host does not
+// have the address.
 bool BindTo(int fd, const std::string& from) {
   if (from.empty()) return true;
-  // Connections to one address may share a port.
+  // Outgoing connections to one address may share a local port.
   Set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
   const Address address = Resolve(from, 0).front();
   return bind(fd, address.get(), address.length) == 0;
@@ -60,7 +61,7 @@ Fd Listen(const Address& address, int* port) {
   });
   if (!fd) throw Error(strerror(errno));
   Set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  // IPv4 has its own listener.
+  // IPv4 has a listener of its own.
   if (address.storage.ss_family == AF_INET6) Set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0) {
     if (errno == EADDRNOTAVAIL) {

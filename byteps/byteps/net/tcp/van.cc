@@ -29,9 +29,11 @@ namespace {
 
 // All TCP connections are in the same plane.
 constexpr int kPlane = 0;
-constexpr double kPatience = 5.0;  // seconds
-// Limits of unauthenticated connections: their number, and their time. A legitimate node needs two
-// round trips, and retries if that was too short. So up to 15,000 per second can be dismissed.
+// Seconds that a node waits longer than the scheduler's start timeout.
+constexpr double kPatience = 5.0;
+// Limits of unauthenticated connections: their number and their time. A legitimate node needs two
+// round trips, and retries after the limit. So up to 15,000 connections per second can be
+// dismissed.
 constexpr size_t kPendingPeers = 768;
 constexpr size_t kPendingEncrypted = 384;  // each may take 100 KiB
 constexpr size_t kPendingLeast = 64;
@@ -39,10 +41,10 @@ constexpr auto kGreetingTime = std::chrono::milliseconds(1500);
 constexpr auto kLeastGreetingTime = std::chrono::milliseconds(50);
 // A thread moves several GB/s; more threads than this would idle.
 constexpr int kMaxThreads = 8;
-// Rate to plan per connection; it can carry about 16 Gbit/s each way. More connections than needed
-// share the link less evenly, and the slowest delays the all-reduce.
+// Planned rate per connection. A connection can carry about 16 Gbit/s each way. More connections
+// than needed share the link less evenly, and the slowest one delays the all-reduce.
 constexpr double kConnectionGbps = 10;
-// Files are reserved for at least this many connections per pair, one for each NIC.
+// Number of connections per pair of nodes, one for each NIC, for which files are always reserved.
 constexpr int kUsualNics = 8;
 // Assumed rate of a link of unknown rate, and of one inside a host.
 constexpr double kUnknownGbps = 40;
@@ -56,7 +58,7 @@ int Processors() {
   return CPU_COUNT(&set);
 }
 
-// Returns whether traffic to this node stays on this host, off the NICs.
+// Returns whether traffic to `node` stays on this host, without a NIC.
 bool IsOnThisHost(const Node& node) {
   if (IsLoopback(node.hostname)) return true;
   for (const HostNic& mine : ListNics()) {
@@ -65,8 +67,8 @@ bool IsOnThisHost(const Node& node) {
   return false;
 }
 
-// Number of threads: a quarter of this worker's share of the host's cores. The framework, or the
-// server's reductions, need the other cores.
+// Returns the number of threads: a quarter of this worker's share of the host's cores. The
+// framework, or the server's reductions, need the other cores.
 int DefaultThreads(int workers) { return std::clamp(Processors() / workers / 4, 1, kMaxThreads); }
 
 tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::Settings& tcp) {
@@ -74,11 +76,11 @@ tcp::ConnectionSettings ConnectionSettingsOf(const VanSettings& van, const tcp::
   settings.secret = tcp.secret;
   settings.tls = tcp.tls;
   settings.reconnect_s = van.reconnect_s;
-  // Half of the reconnect time is left to reconnect. Without reconnecting, heartbeats should notice
-  // a silent peer before the socket does, because their error says more.
+  // Half of the reconnect time is left for reconnecting. Without reconnecting, heartbeats should
+  // notice a silent peer before the socket does, because the error of heartbeats says more.
   const double peer_timeout_s = van.membership.peer_timeout_s;
   settings.silence_s = van.reconnect_s > 0 ? van.reconnect_s / 2 : 2 * peer_timeout_s + 2;
-  // Before the peer counts as silent, another pair of NICs is tried.
+  // Another pair of NICs is tried before the peer counts as silent.
   settings.switch_s = std::min(settings.switch_s, peer_timeout_s / 4);
   return settings;
 }
@@ -112,7 +114,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   if (threads == 0) {
     threads = post->is_scheduler() ? 1 : DefaultThreads(settings().nics.local_size);
   }
-  // Only a worker knows its number of connections, and it knows it only after joining.
+  // Only a worker knows its number of connections, and only after it has joined.
   const int most = std::max(tcp_.connections > 0 ? tcp_.connections : kMaxThreads, kUsualNics);
   const int neighbors = membership.backups ? 2 : 0;
   const size_t peers = membership.keep && !post->is_worker() ? kAnyNumberOfPeers
@@ -121,7 +123,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
   pollers_ = std::make_unique<tcp::Pollers>(threads, tcp_.receive_pool_bytes);
-  // If this process may open few files, most of them are reserved for the job's own connections.
+  // A process that may open only few files reserves most of them for the job's own connections.
   const size_t room =
       std::clamp(files / 4, kPendingLeast, settings_.tls ? kPendingEncrypted : kPendingPeers);
   pending_ = std::make_unique<tcp::PendingPeers>(
@@ -135,7 +137,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
 int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   // The scheduler carries no gradients.
   if (node.role != Node::SCHEDULER) PlacePollers(node);
-  // Workers do not listen: they get answers over the connections that they have made.
+  // Workers do not listen: servers answer over the connections that the workers have made.
   if (!Listens(node.role)) return 0;
   const bool scheduler = node.role == Node::SCHEDULER;
   const bool every_address = scheduler && settings().on_every_address;
@@ -156,12 +158,13 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
                             e.what() +
                             (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
                                        : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)");
-    // A name may still resolve to an old address; a numeric address is final.
+    // A name may still resolve to an old address, so binding is tried again. A numeric address does
+    // not change.
     const bool may_change = dynamic_cast<const UnknownHost*>(&e) != nullptr;
     if (may_change && !IsNumeric(node.hostname)) throw UnknownHost(why);
     throw Error(why);
   }
-  // A probe only tests whether it can listen. It must not accept connections.
+  // A probe only tests whether it can listen, so it accepts no connections.
   if (scheduler && settings().membership.probe > 0) return port;
   for (auto& listener : listeners_) listener->Start();
   return port;
@@ -176,8 +179,8 @@ void TcpVan::ListenAt(const std::vector<Address>& addresses, int* port) {
       fd = tcp::Listen(address, port);
     } catch (const Error& e) {
       if (listeners_.empty()) throw;
-      // "::1" in a container without IPv6, or a port in use, are possible reasons: connections to
-      // this address use another pair of NICs.
+      // Reasons may be "::1" in a container without IPv6, or a port in use. Connections to this
+      // address use another pair of NICs.
       PS_VLOG(1) << "cannot listen on " << address.Text() << ": " << e.what();
       continue;
     }
@@ -223,7 +226,7 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (tcp_.connections > 0) return tcp_.connections;
-  // Between servers this one's NICs decide, because it sends its state to one neighbor.
+  // Between two servers, the NICs of this one decide, because it sends its state to one neighbor.
   const bool worker = my_role_ == Node::WORKER;
   double gbps =
       (worker ? membership()->AsNode()->link_mbps() : HostMbps(this->node(), settings().nics)) /
@@ -261,10 +264,11 @@ void TcpVan::Dial(const Node& node) {
     connections.push_back(NewConnection(tries.front().from));
     connections.back()->set_peer(node.id);
   }
-  // The list is copied, because from now on the table's lock guards the peer's own list.
+  // The list is copied, because the table's lock guards the peer's own list from now on.
   const Peers::Links dialed = connections;
   peers_.Add(std::move(peer));
-  // This limit is longer than the wait for the scheduler, whose error is more specific.
+  // This limit is longer than the wait for the scheduler, because the scheduler's error is more
+  // specific.
   const auto limit =
       std::chrono::duration<double>(settings().membership.start_timeout_s + kPatience);
   const auto deadline =
@@ -306,11 +310,11 @@ bool TcpVan::MeansScheduler(const tcp::Hello& hello) const {
 
 bool TcpVan::MustWait(const tcp::Hello& hello) {
   if (!settings().membership.backups || !AreServers(hello.role)) return false;
-  // A peer that resumes was announced before, and has been forgotten since.
+  // A peer that resumes was announced before, and this node has forgotten it since.
   return !hello.resumes && !peers_.Expects(hello.sender, hello.node_id);
 }
 
-// First poller's thread.
+// The first poller's thread calls this.
 std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello) {
   Applicant applicant;
   applicant.who = {hello.sender, hello.role, hello.rank};
@@ -427,8 +431,8 @@ void TcpVan::ReceiveReady() {
 // ----------------------------------------------------------------- stopping
 
 void TcpVan::Stop() {
-  Van::Stop();     // ends and joins the receiving thread
-  inbox_.Close();  // waits for sending threads
+  Van::Stop();     // Stop ends and joins the receiving thread
+  inbox_.Close();  // Close waits for sending threads
   for (auto& listener : listeners_) listener->Stop();
   Flush();
   peers_.Stop();

@@ -23,7 +23,7 @@ std::string Preamble(uint16_t next) {
   return bytes;
 }
 
-// Writes exactly `size` bytes: cuts, or pads with zeros.
+// Writes exactly `size` bytes: cuts `bytes`, or pads them with zeros.
 void Fixed(const std::string& bytes, size_t size, ByteWriter* out) {
   std::string fixed = bytes;
   fixed.resize(size, '\0');

@@ -24,7 +24,7 @@ constexpr uint64_t kNoAtExit = 0x00080000;
 
 struct Loaded {
   OpenSsl api;
-  std::string error;  // empty: `api` is whole
+  std::string error;  // "" if `api` is complete
 };
 
 void* Open(const char* library, std::string* error) {
@@ -80,7 +80,7 @@ constexpr int kBadCertificate = 42;
 constexpr int kUnknownAuthority = 48;
 constexpr int kCertificateRequired = 116;
 
-// All but the last are fast with AES instructions, the last without.
+// AES instructions make all but the last of these suites fast; the last is fast without them.
 constexpr char kSuites[] = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr unsigned char kAes128GcmSha256[] = {0x13, 0x01};
 constexpr char kIdentity[] = "Megatron-BytePS job secret, 1";
@@ -90,11 +90,11 @@ constexpr char kBindingLabel[] = "EXPORTER-Megatron-BytePS-proof";
 constexpr size_t kBindingBytes = 32;
 
 constexpr size_t kRecordBytes = 16384;
-// Limit of bytes encrypted per write call, and returned per read call.
+// Limit of bytes that one write call encrypts, and that one read call returns.
 constexpr size_t kBatchBytes = 8 * kRecordBytes;
 // Bytes read from the socket per call.
 constexpr size_t kReadAheadBytes = 4 * kRecordBytes;
-// First byte of a peer that uses TLS.
+// First byte that a peer sends if it uses TLS.
 constexpr unsigned char kHandshakeRecord = 22;
 constexpr unsigned char kAlertRecord = 21;
 
@@ -272,7 +272,7 @@ int Session::OnRead(bio_st* bio, char* data, int bytes) {
   api.BIO_clear_flags(bio, kFlagsRetry);
   if (self->plain_ || self->error_ != 0) return -1;
   if (self->ended_) return 0;
-  // The first byte is only peeked at, to see whether the peer speaks TLS.
+  // The first byte shows whether the peer speaks TLS. It is only peeked at.
   ssize_t n = self->known_ ? 1 : self->Receive(data, 1, MSG_PEEK);
   if (n == 1 && !self->known_) {
     const auto first = static_cast<unsigned char>(*data);
@@ -325,7 +325,7 @@ Session::Step Session::Handshake() {
   const int error = result == 1 ? 0 : api_.SSL_get_error(ssl_, result);
   if (plain_) return Step::kPlain;
   std::string failure = error == 0 || error == kErrorWantRead ? "" : Explain();
-  // This flush sends alerts, too. The kernel has room for a whole handshake.
+  // This flush also sends alerts. The kernel has room for a whole handshake.
   (void)Flush();
   if (error == kErrorWantRead) return Step::kMore;
   if (ended_ || error_ != 0) return Step::kClosed;
@@ -335,7 +335,7 @@ Session::Step Session::Handshake() {
 }
 
 void Session::Bind() {
-  // This should be impossible, because neither end accepts a certificate.
+  // This should be impossible, because both ends accept only the pre-shared key.
   if (!shared_->has_certificates() && api_.SSL_session_reused(ssl_) != 1) {
     throw Error("the TLS handshake did not use the job's secret");
   }
@@ -377,7 +377,7 @@ ssize_t Session::Fail(int result) {
     return -1;
   }
   if (failure_.empty()) failure_ = Explain();
-  (void)Flush();  // sends the alert
+  (void)Flush();  // Flush sends the alert
   errno = EPROTO;
   return -1;
 }
@@ -385,7 +385,7 @@ ssize_t Session::Fail(int result) {
 size_t Session::Encrypt(const iovec* vector, int count) {
   std::array<char, kRecordBytes> gathered;
   size_t accepted = 0;
-  size_t done = 0;  // sent bytes of vector[i]
+  size_t done = 0;  // bytes of vector[i] that are sent
   for (int i = 0; i < count && accepted < kBatchBytes;) {
     const char* data = static_cast<const char*>(vector[i].iov_base) + done;
     size_t bytes = std::min(vector[i].iov_len - done, kBatchBytes - accepted);

@@ -61,7 +61,8 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   std::vector<ReplicaTable::Past> replicas(count());
   const ReplicaView* const of_servers = Newest(Node::SERVER);
   const ReplicaView* const of_workers = Newest(Node::WORKER);
-  // Servers already see a joining replica as present, so workers' views of an epoch tell more.
+  // Servers see a joining replica as present before it has joined. So the workers' views of the
+  // epoch say more.
   const bool workers_say =
       of_workers != nullptr && (of_servers == nullptr || of_workers->epoch >= of_servers->epoch);
   const ReplicaView* const newest = workers_say ? of_workers : of_servers;
@@ -82,7 +83,8 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
       });
       one.state = admitted ? State::kJoining : State::kWaiting;
     } else {
-      // A removed replica's workers are admitted again after all servers have dropped the old ones.
+      // A removed replica's workers are admitted again only after all servers have dropped the old
+      // workers.
       const bool gathers = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
         return RoleOf(entry.first) == Node::WORKER && Of(Postoffice::IDtoRank(entry.first)) == i &&
                ReadyEpochOf(entry.second, i) < 0;
@@ -106,7 +108,7 @@ bool Accounts::IsOf(int rank, const ReplicaTable::Past& replica) const {
   if (account == nullptr || replica.state == State::kLeaving) return false;
   const int ready_epoch = ReadyEpochOf(*account, Of(rank));
   if (replica.state == State::kGathering) return ready_epoch < 0;
-  // The worker may not know yet that all workers of its replica have become ready.
+  // A worker may not know yet that all workers of its replica have become ready.
   return ready_epoch == replica.ready_epoch || (ready_epoch < 0 && replica.ready_epoch > 0);
 }
 

@@ -12,7 +12,8 @@ using membership::Send;
 
 namespace {
 
-// Seconds within which a node whose link broke is either lost or has reconnected (LinkPatience).
+// Seconds after which a node whose link broke either counts as lost or has reconnected
+// (LinkPatience).
 constexpr double kHoldSeconds = 6;
 constexpr double kLookSeconds = 0.05;
 

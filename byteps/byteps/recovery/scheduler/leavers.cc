@@ -15,7 +15,8 @@ using membership::Send;
 
 namespace {
 
-// Seconds that a worker stays after its work is done: long enough to notice the loss of a server.
+// Seconds that a worker lingers after its work is done: long enough to notice that a server was
+// lost.
 constexpr double kLingerSeconds = 5;
 
 }  // namespace
@@ -23,7 +24,7 @@ constexpr double kLingerSeconds = 5;
 std::vector<Node> Leavers::OnLeft(Member* worker) {
   job_->AssertHeld();
   worker->lingers = job_->settings.replace_servers_s > 0;
-  const bool all_left = HaveAllLeft();  // then lingering workers are needed no more
+  const bool all_left = HaveAllLeft();  // nobody needs lingering workers any more
   std::vector<Node> may_go;
   for (const auto& [id, other] : job_->roster.members()) {
     const bool goes =
@@ -34,7 +35,7 @@ std::vector<Node> Leavers::OnLeft(Member* worker) {
     job_->roster.Find(node.id)->lingers = false;
     Tell(node);
   }
-  if (asks()) return {};  // they go once all servers know
+  if (asks()) return {};  // they leave once all servers know
   return may_go;
 }
 
@@ -93,7 +94,7 @@ void Leavers::LetGo(Clock::time_point now) {
   {
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;
-    if (!places_->any_vacant()) {  // otherwise their sums may be needed
+    if (!places_->any_vacant()) {  // if a server was lost, their sums may be needed
       for (const auto& [id, member] : job_->roster.members()) {
         const auto since = std::max(member.left_at, places_->last_filled());
         if (!member.lingers || member.removed || now - since < ToDuration(kLingerSeconds)) continue;

@@ -21,7 +21,7 @@ void ReplicaTable::Restore(const std::vector<Past>& replicas, int workers, int e
     one->ready_epoch = replicas[i].ready_epoch;
     one->donor = replicas[i].donor;
     const bool changes = one->state == State::kLeaving || one->state == State::kJoining;
-    // If a node reports an earlier ready epoch, it did not know this one.
+    // A node that reports an earlier ready epoch did not know this one.
     one->epoch = changes ? epoch : one->ready_epoch;
     one->since = now;
     one->ready.assign(ranks(), false);

@@ -19,7 +19,7 @@ membership::Refusal Replicas::WhyTaken(membership::Refusal refusal, const Member
   job_->AssertHeld();
   if (!table_->active()) return refusal;
   if (!member.removed) {
-    refusal.later = true;  // the scheduler may not know yet that the replica has died
+    refusal.later = true;  // the scheduler may not know yet that the previous replica has died
     return refusal;
   }
   if (table_->state(ReplicaOf(member.node.id)) != ReplicaTable::State::kLeaving) return {};
@@ -50,7 +50,7 @@ void Replicas::Clear() {
 bool Replicas::Lose(int node_id, const std::string& reason) {
   std::string news;
   std::vector<int> told;
-  std::vector<Node> done;  // done with their work, lingering
+  std::vector<Node> done;  // workers that are done with their work, and linger
   bool over = false;
   {
     MutexLock lock(&job_->mu);
@@ -148,7 +148,7 @@ void Replicas::OnNewcomer(const Node& worker) {
 
 void Replicas::OnBegun() {
   // When all workers have left or are lost, only servers can tell a restarted scheduler that the
-  // job has replicas. So each server is told now.
+  // job has replicas. So the scheduler tells each server now.
   if (job_->settings.scheduler_return_s <= 0) return;
   std::vector<int> servers;
   std::string view;
@@ -212,7 +212,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
       } else if (const auto* awaited = std::get_if<membership::Awaited>(&word)) {
         if (IsOfPresent(awaited->rank)) passed_on = IdOf(Node::WORKER, awaited->rank);
       } else if (const auto* late = std::get_if<membership::Late>(&word)) {
-        // The report may be about a replica that was removed since, and has come back.
+        // The report may be about a replica that was removed since then, and has come back.
         if (!IsOfPresent(late->rank) || !table_->Knows(late->rank, late->epoch)) return;
         removed = IdOf(Node::WORKER, late->rank);
         why = late->why;
@@ -221,7 +221,7 @@ void Replicas::OnWord(int sender, const MemberWord& word) {
       changed = table_->Ready(Postoffice::IDtoRank(sender));
       if (changed) PS_PROBE(kReplicaWaits);
     } else if (const auto* admit = std::get_if<membership::Admit>(&word)) {
-      // A worker of a replica that has not joined yet cannot admit a replica.
+      // Only workers of joined replicas admit replicas.
       if (table_->IsComing(ReplicaOf(sender))) return;
       changed = table_->Admit(admit->replica, admit->ready_epoch);
       if (changed) PS_PROBE(kReplicaAdmitted);

@@ -24,7 +24,7 @@ RosterRecovery::RosterRecovery(SchedulerMembership* scheduler, ScheduledJob* job
 
 membership::Refusal RosterRecovery::Reconsider(membership::Refusal refusal, const Member* member) {
   if (member != nullptr) return replicas_.WhyTaken(refusal, *member);
-  // This server may replace one that is lost later.
+  // The server may come later, and replace a server that is lost by then.
   refusal.later = refusal.later || job_->settings.replace_servers_s > 0;
   return refusal;
 }

@@ -20,7 +20,7 @@ using membership::Send;
 
 namespace {
 
-// A node of which this scheduler knows only the rank.
+// Returns a node of which this scheduler knows only the rank.
 Node Unknown(int id) {
   Node node;
   node.id = id;
@@ -31,7 +31,7 @@ Node Unknown(int id) {
   return node;
 }
 
-// Reason to refuse a node that returns with a claim to its id.
+// Returns the reason to refuse a node that returns and claims its id.
 Refusal CheckReturn(const MembershipSettings& settings, const Claim& claim, const Account& account,
                     const Node& node) {
   if (const Refusal refusal = CheckProtocol(claim)) return refusal;
@@ -81,7 +81,7 @@ void SchedulerReturn::OnBeat(Clock::time_point now) {
 
 void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Account& account) {
   PS_PROBE(kNodeReturns);
-  std::vector<Node> aside;  // nodes that have to give way
+  std::vector<Node> aside;  // nodes that must give up their ids to the returned node
   std::string replicas;
   std::vector<ServerPlaces::Word> words;
   Refusal refusal = CheckReturn(job_->settings, claim, account, node);
@@ -169,7 +169,7 @@ std::vector<Node> SchedulerReturn::MakeRoom(const Node& node, const Account& acc
   std::vector<Node> aside;
   if (job_->has_begun) return aside;
   if (gathers_) {
-    // This member is an earlier process of the node, which the previous scheduler had removed.
+    // The node of this id is an earlier process, which the previous scheduler had removed.
     const Member* const member = job_->roster.Find(node.id);
     if (member != nullptr && TokenOf(member->node) != TokenOf(node)) aside.push_back(member->node);
     return aside;
@@ -225,14 +225,15 @@ void SchedulerReturn::GoOn(bool late) {
   places_->TellAll();
   replicas_->Tell("");
   for (const Node& node : leavers) Send(job_->links, Control::NODE_LEFT, node.id, "", {node});
-  if (over) return scheduler_->EndJob();  // missing nodes may know already that the job is over
+  if (over) return scheduler_->EndJob();  // missing nodes may already know that the job is over
   scheduler_->EmitProgress(MembershipEvent::kComplete, job_->links->self());
   for (const int id : missing) {
     scheduler_->OnGone(id,
                        "did not come back to " + scheduler_->Name() + " within " +
                            Limit(job_->settings.scheduler_return_s, "BYTEPS_SCHEDULER_RETURN_S"));
   }
-  // Workers' messages come first: a server that most of them have lost may report them as lost.
+  // Workers' messages come first. So a server that most workers have lost cannot first report them
+  // as lost.
   std::stable_partition(held.begin(), held.end(),
                         [](const Message& msg) { return IsWorkerId(msg.meta.sender); });
   for (const Message& msg : held) scheduler_->Handle(msg);
@@ -243,7 +244,8 @@ std::vector<Node> SchedulerReturn::TakeLeavers(const std::vector<Message>& held,
                                                const std::vector<int>& missing) {
   const std::set<int> away(missing.begin(), missing.end());
   const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
-  // Servers that know that the job is over do not return, and cannot say which workers have left.
+  // Servers that know that the job is over do not return, so they cannot say which workers have
+  // left.
   const bool no_server =
       std::all_of(servers.begin(), servers.end(), [&](int id) { return away.count(id) > 0; });
   std::set<int> saying;
@@ -286,7 +288,7 @@ std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
   const auto put = [&](int id) PS_REQUIRES(job_->mu) {
     Member* const member = job_->roster.Put(Unknown(id));
     member->heard = now;
-    member->link_mbps = INT_MAX;  // does not count for the slowest link
+    member->link_mbps = INT_MAX;  // the node does not count for the slowest link
     return member;
   };
   const std::set<int> left = accounts.Left();
@@ -301,7 +303,7 @@ std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
     if (other != nullptr) member->node = strays.back();
     if (replica.state == ReplicaState::kLeaving || replica.state == ReplicaState::kGathering) {
       member->left = member->removed = true;
-      // If new workers of the replica are registering, all servers have dropped its old workers.
+      // New workers of the replica register only after all servers have dropped its old workers.
       if (replica.state == ReplicaState::kLeaving) replicas_->AddRemoved(member->node);
     } else if (left.count(rank) > 0) {
       member->left = true;

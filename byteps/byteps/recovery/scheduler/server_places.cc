@@ -79,7 +79,7 @@ std::vector<ServerPlaces::Word> ServerPlaces::Words() const {
       continue;
     }
     const Member* const member = job_->roster.Find(id);
-    if (member == nullptr || member->node.port == 0) continue;  // the server has not returned yet
+    if (member == nullptr || member->node.port == 0) continue;  // this server has not returned yet
     const membership::ServerReplaced word{rank, turn, job_->roster.expected().servers};
     words.push_back({id, word, {member->node}});
   }

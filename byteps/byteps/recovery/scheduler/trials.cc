@@ -12,8 +12,8 @@
 namespace ps {
 namespace {
 
-// Seconds within which the scheduler must hear from a server after another node has reported their
-// link as broken. The reporting node waits longer than that for the decision.
+// Seconds that a server has to answer the scheduler after another node has reported their link as
+// broken. The reporting node waits longer than that for the decision.
 constexpr double kTrialSeconds = 4;
 
 }  // namespace
@@ -24,7 +24,7 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
     MutexLock lock(&job_->mu);
     const Member* const member = job_->roster.Find(server.id);
     if (member == nullptr || member->removed) return places_->IsVacant(server.id);
-    // If these differ, the accused server has been replaced already.
+    // If these differ, another process has already replaced the accused server.
     const bool same = member->node.hostname == server.hostname &&
                       member->node.port == server.port && TokenOf(member->node) == TokenOf(server);
     if (!same) return true;
@@ -40,7 +40,8 @@ bool Trials::AccuseServer(int accuser, const Node& server, const std::string& re
       return true;
     }
   }
-  // The job needs this worker, but another process may replace the server. So the server is lost.
+  // The job needs this worker, but another process may replace the server. So the server is
+  // declared lost.
   return places_->Lose(server.id, reason);
 }
 
@@ -49,8 +50,8 @@ bool Trials::AccuseWorker(int server, int worker, const std::string& reason) {
     MutexLock lock(&job_->mu);
     if (!IsServerId(server) || !table_->active()) return false;
   }
-  // The job needs its last replica, but another process may replace the server. So the server is
-  // lost if the worker's replica is the last.
+  // The job needs its last replica, but another process may replace the server. So if the worker's
+  // replica is the last, the server is declared lost.
   return replicas_->Lose(worker, reason) || places_->Lose(server, reason);
 }
 

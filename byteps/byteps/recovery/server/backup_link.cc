@@ -39,7 +39,7 @@ BackupLink::BackupLink(bool is_on, int num_servers, size_t num_threads, Channel*
       channel_(channel),
       user_(user),
       instance_(NewInstance()),
-      last_token_(instance_ >> 34) {}  // a value that no predecessor had
+      last_token_(instance_ >> 34) {}  // this value differs from those of all predecessors
 
 // ------------------------------------------------------------------ meeting
 
@@ -76,7 +76,7 @@ void BackupLink::OnServerReplaced(int rank) {
     ps::MutexLock lock(&mu_);
     is_alone = rank == backup() && token_ == 0;
   }
-  // If the peer connects, it may have sent its MEET before this server knew that the peer's
+  // The peer connects. It may have sent its MEET before this server knew that the peer's
   // predecessor is lost.
   if (rank < channel_->rank() && !is_alone) return;
   Meet(rank, is_alone ? kAnswer | kAnew : kAnswer);
@@ -98,7 +98,8 @@ void BackupLink::OnMeet(const Message& message) {
   WireReader in(message.body);
   const auto instance = in.Get<uint64_t>();
   auto token = in.Get<uint64_t>();
-  if (in.Get<uint64_t>() != instance_) token = 0;  // the token was given to a predecessor
+  // A token of another instance was given to a predecessor of this server.
+  if (in.Get<uint64_t>() != instance_) token = 0;
   const auto flags = in.Get<uint8_t>();
   if (!in.ok() || !in.at_end()) return;
   if (message.peer == primary()) {
@@ -113,8 +114,8 @@ void BackupLink::OnMeet(const Message& message) {
       }
     }
   }
-  // If the peer has given no token yet, it does not know this instance. This server then sends
-  // MEET, and the peer answers.
+  // A peer that has given no token does not know this instance yet. This server then sends MEET,
+  // and the peer answers.
   const bool needs_token = message.peer == backup() && token == 0;
   if ((flags & kAnswer) != 0) Meet(message.peer, needs_token ? kAnswer : 0);
   if (message.peer == backup() && token != 0) OnToken(instance, token);
@@ -123,7 +124,7 @@ void BackupLink::OnMeet(const Message& message) {
 void BackupLink::OnToken(uint64_t instance, uint64_t token) {
   {
     ps::MutexLock lock(&mu_);
-    // Messages may overtake each other. Messages of a lost predecessor may arrive, too.
+    // Drops messages of a lost predecessor, and messages that others have overtaken.
     if (over_.count(instance) > 0 || (instance == backup_instance_ && token <= newest_token_))
       return;
     if (instance != backup_instance_) over_.insert(std::exchange(backup_instance_, instance));
@@ -145,7 +146,7 @@ void BackupLink::BeginTelling(uint64_t token) {
   begun_ = NewNumber(token);
   const uint64_t number = begun_;
   lock.Unlock();
-  // Further messages wait for the answer to this one, because messages may overtake each other.
+  // Messages may overtake each other, so the next one waits for the answer to this one.
   Send(kCopy, backup(), 0, number, record.Pack(), {});
 }
 
@@ -255,9 +256,9 @@ void BackupLink::SendFetched() {
 void BackupLink::SendFetched(uint64_t key, uint64_t token) {
   {
     ps::MutexLock lock(&mu_);
-    if (token != last_token_) return;  // the primary is lost again
+    if (token != last_token_) return;  // the primary was lost again
     const bool is_sending = sending_ && sending_->token == token;
-    // Either the tensor was freed since, or all copies were cleared and RecordOf throws.
+    // The tensor may have been freed since. If all copies were cleared, RecordOf throws.
     if (is_sending && is_whole_ && !copies_.Has(key)) {
       --sending_->open;
       lock.Unlock();

@@ -49,7 +49,7 @@ void CopiedRounds::Tell(Partition* partition, Copying&& what, CopyRecord record,
                         SharedBytes values) {
   PartitionNotes* const notes = NotesOf(partition);
   record.token = token_;
-  // Decisions and whole states include the outcome of the last step by themselves.
+  // Decisions and whole states already include the outcome of the last step.
   RoundUpdate* const last = record.settled.empty() ? LastUpdate(partition) : nullptr;
   if (last != nullptr && !record.is_all) record.settled = last->Settled();
   what.number = backup_->Tell(partition->key, record, std::move(values));
@@ -238,7 +238,8 @@ void CopiedRounds::Fail(Partition* partition, const Copying& what, const std::st
 
 void CopiedRounds::FreeLater(Partition* partition, const Copying& what) {
   const auto stays = partition->shared_from_this();
-  // The backup may have made a step that this server does not make. Both drop the partition anyway.
+  // The backup may have made a step that this server does not make. That does no harm, because both
+  // drop the partition.
   rounds_->Free({stays});
   const bool has_request = what.kind != Copying::kRound && what.kind != Copying::kAll;
   if (has_request)

@@ -21,12 +21,12 @@ uint64_t IndexOf(uint64_t key) { return key & (kMaxPartitions - 1); }
 
 size_t SlotBytes(const PartitionState& state) { return state.size() * sizeof(float); }
 
-// Bytes of the summed gradients of a round.
+// Returns the size in bytes of a round's summed gradients.
 size_t GradientBytes(const Declaration& declaration, const PartitionState& state, uint64_t index) {
   return IsBlock(declaration.dtype) ? SlotBytes(state) : declaration.PartitionSize(index);
 }
 
-// Unpacks members; empty if there are none.
+// Unpacks a bit per member. Returns an empty vector if there are none.
 std::vector<bool> MembersIn(const std::string& packed, const Declaration& declaration) {
   if (packed.empty()) return {};
   std::vector<bool> members(declaration.group.size());
@@ -34,7 +34,7 @@ std::vector<bool> MembersIn(const std::string& packed, const Declaration& declar
   return members;
 }
 
-// Bytes of a round's sum: of the answer, or of the gradients.
+// Returns the size in bytes of a round's sum: of its answer, or of its gradients.
 size_t SumBytes(const StateCopy& copy, const RoundUpdate& update) {
   return update.has_answer() ? copy.state->answer_bytes()
                              : GradientBytes(*copy.declaration, *copy.state, copy.index);
@@ -48,7 +48,7 @@ CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& sta
   record.what = CopyRecord::kState;
   record.is_all = true;
   record.declaration = PackDeclarations({declaration});
-  // Moments that were never set are 0. Whether they were set is part of the state.
+  // Moments that were never set are 0. The state includes whether they were set.
   record.slots = state.has_moments() ? (1U << declaration.NumSlots()) - 1 : 1;
   if (IsBlock(declaration.dtype)) record.slots |= 1U << declaration.rule->NumSlots();
   const size_t bytes = std::popcount(record.slots) * SlotBytes(state);
@@ -128,7 +128,7 @@ std::string Copies::Settle(StateCopy* copy, const CopyRecord& record) {
   UpdateStep step;
   const size_t groups = copy->declaration->rule->groups.size();
   if (!UpdateStep::Unpack(record.settled, &step) || step.rates.size() != groups) return kNotOfForm;
-  if (copy->last->update->has_answer()) return "";  // its gradients are gone
+  if (copy->last->update->has_answer()) return "";  // the round's gradients are gone
   std::string failure;
   const std::string error = copy->last->update->Decide(static_cast<int>(record.rank),
                                                        record.settled, &copy->last->sum, &failure);
@@ -149,7 +149,7 @@ std::string Copies::Load(StateCopy* copy, const CopyRecord& record, const Shared
   }
   const size_t sum_bytes = last ? SumBytes(*copy, *last->update) : 0;
   if (values.size() != state_bytes + sum_bytes) return kNotOfForm;
-  // The last round is kept, because members may still lack its answer.
+  // The last round is kept, because some members may not have its answer yet.
   if (!record.is_all && copy->last) copy->last->update->Overtake(&copy->last->sum);
   size_t at = 0;
   for (uint32_t slot = 0; slot < copy->declaration->NumSlots(); ++slot) {
@@ -159,7 +159,7 @@ std::string Copies::Load(StateCopy* copy, const CopyRecord& record, const Shared
     at += slot_bytes;
   }
   if (!record.is_all) return "";
-  if (last) {  // copied, so that the memory of the state can be freed
+  if (last) {  // the round is copied, so that the memory of the state can be freed
     last->sum = SharedBytes::New(sum_bytes);
     memcpy(last->sum.data(), values.data() + at, sum_bytes);
   }

@@ -34,13 +34,13 @@ Round* GivenSums::Take(Partition* partition, Message* message) {
   const int rank = message->peer;
   const int member = partition->declaration().MemberIndex(rank);
   if (absent_->Has(rank)) return nullptr;
-  // Dropped values mean a lack of memory here, and not that the member had only a part.
+  // Dropped values mean that this server lacks memory, not that the member had only a part.
   const bool lacks_memory = message->values.empty() && message->sent_bytes > 0;
   if (lacks_memory) throw OutOfMemory(message->sent_bytes);
   Round* const round = rounds_->FindOrBegin(partition, HeaderOf(*message));
   if (round == nullptr) return nullptr;  // the round is over for all members
   round->told[member] = true;
-  // The member has finished this round, whatever the round's state here.
+  // The member has finished this round, even if the round is not done here.
   const bool is_over = round->pushed[member] || round->done;
   round->pushed[member] = true;
   if (is_over) return nullptr;

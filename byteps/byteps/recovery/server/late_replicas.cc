@@ -15,15 +15,15 @@ namespace core {
 
 namespace {
 
-// Part of the grace period after which awaited members get a message; at least kFirstWord. Sooner,
-// the last member of every sum would get messages, and members that follow a member which skips
-// steps.
+// Part of the grace period after which awaited members get a message; at least kFirstWord. An
+// earlier message would go to the last member of every sum, and to members that skip steps together
+// with others.
 constexpr int kFirstWordPart = 20;
 constexpr auto kFirstWord = std::chrono::milliseconds(50);
-// Time for the scheduler and all servers to remove a replica; after that it is not removed. Shorter
-// than workers wait for an explanation.
+// Time for the scheduler and all servers to remove a replica. After it the replica is not removed.
+// It is shorter than the time that workers wait for an explanation.
 constexpr auto kRemovalTime = std::chrono::seconds(3);
-// Time in which a server may get a late replica removed because of another sum.
+// Time in which another sum may get the late replica removed first.
 constexpr auto kOthersFirst = std::chrono::seconds(1);
 
 bool IsExcused(const Round& round, size_t member) {
@@ -77,7 +77,7 @@ void LateReplicas::BeginGrace(Partition* partition, Round* round) {
   if (patience.quorum == 0) return;
   RoundNotes* const notes = NotesOf(round);
   if (notes->waits != RoundNotes::Waits::kFirst) return;
-  // The first step of a replica takes longer, because the replica compiles and allocates.
+  // A replica's first step takes longer, because the replica compiles and allocates.
   const Standing standing = StandingOf(*partition, *round);
   if (standing.anew || standing.pushed.size() < patience.quorum) return;
   notes->waits = RoundNotes::Waits::kQuorum;
@@ -94,7 +94,7 @@ bool LateReplicas::AreExcused(Partition* partition, Round* round, Round::Clock::
   const auto last = vacancies_->Last(as_of);
   notes->excused_until = std::max(notes->excused_until, last);
   if (notes->waits == RoundNotes::Waits::kQuorum && last < as_of)
-    return false;  // the message to awaited members comes first
+    return false;  // awaited members must first get a message
   const bool graced = notes->waits != RoundNotes::Waits::kFirst && patience.quorum > 0;
   const auto limit = graced ? std::chrono::milliseconds(patience.grace_ms)
                             : std::chrono::milliseconds(std::lround(round->timeout_s * 1e3));

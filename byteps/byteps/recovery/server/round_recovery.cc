@@ -14,7 +14,7 @@ namespace core {
 
 namespace {
 
-// Interval of checks for a returned scheduler or a lost backup.
+// Interval of checks whether the scheduler has returned or the backup was lost.
 constexpr auto kLookAgain = std::chrono::seconds(1);
 
 }  // namespace
@@ -85,7 +85,7 @@ AnswerNotes RoundRecovery::Describe(Round* round) {
 void RoundRecovery::OnOver(Partition* partition, Round* round) { copied_.OnOver(partition, round); }
 
 bool RoundRecovery::Waits(Partition* partition, Round* round, Round::Clock::time_point as_of) {
-  // A held partition waits for the backup, which the scheduler watches like every server.
+  // A held partition waits for the backup. The scheduler watches the backup like every server.
   if (!partition->is_held) {
     if (late_.AreExcused(partition, round, as_of) || late_.WaitOn(partition, round, as_of)) {
       return true;
@@ -135,7 +135,8 @@ void RoundRecovery::SetAbsent(const std::set<int>& ranks) {
 
 void RoundRecovery::EndWithoutAbsent(Partition* partition) {
   for (Round& round : partition->rounds) {
-    if (partition->is_held) break;  // perhaps for this round; GoOn calls this again
+    // A held partition may be held for this round. GoOn then calls this function again.
+    if (partition->is_held) break;
     const RoundNotes* const notes = FindNotes(round);
     if (round.done || notes == nullptr || notes->excused.empty()) continue;
     if (AbsentMembers::HasAll(round)) EndIfAll(partition, &round);

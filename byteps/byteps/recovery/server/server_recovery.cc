@@ -72,7 +72,8 @@ void ServerRecovery::Resume(const Message& message) {
     const auto tensor = server_->FindTensor(key);
     if (tensor == nullptr || round == 0) continue;
     if (tensor->declaration.rule) {
-      // Members may be in different rounds of the tensor; the copy of the state tells the next one.
+      // Members may be in different rounds of the tensor. The copy of the state says which round is
+      // next.
       if (error.empty()) error = WhyNoState(tensor->declaration);
     } else if (server_->SetFirstRound(key, round)) {
       for (RoundRecovery* rounds : rounds_) rounds->GoOnFrom(tensor, round);
@@ -115,7 +116,7 @@ bool ServerRecovery::Holds(const DeclaredTensor& tensor, Message* message) {
 void ServerRecovery::OnMade(const std::shared_ptr<Partition>& partition) {
   if (!partition->state) return;
   auto copy = backup_.fetched()->Take(partition->key);
-  // The copy may belong to another tensor with the same key. In that case no member needs it.
+  // The copy may belong to another tensor with the same key. Then no member needs the copy.
   if (!copy || !(*copy->declaration == partition->declaration())) return;
   partition->state = std::move(copy->state);
   PartitionNotes* const notes = NotesOf(partition.get());
@@ -131,7 +132,7 @@ bool ServerRecovery::MayFree(const DeclaredTensor& tensor) {
     return settled_.count(static_cast<int>(rank)) > 0;
   };
   const auto& group = tensor.declaration.group;
-  // A member that has not resumed yet may need the sums that other members give.
+  // A member that has not resumed yet may need sums that other members give.
   if (!is_successor_ || std::all_of(group.begin(), group.end(), is_settled)) return true;
   PS_PROBE(kFreedHeld);
   return false;

@@ -15,7 +15,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Sums in flight to a successor: enough to keep a link busy, with little memory in the transport.
+// Limit of sums in flight to a successor: enough to keep a link busy, with little memory in the
+// transport.
 constexpr size_t kGivenAtOnce = 8;
 
 }  // namespace
@@ -49,7 +50,7 @@ std::string ServerReplacement::Send(int server, const std::function<std::string(
 bool ServerReplacement::TakeRequest(Message* answer, Request* request) {
   ps::ReaderLock lock(&mu_);
   const bool is_open = context_->requests.Peek(answer->number, request);
-  // If the server is lost, its successor may have been given the kept sums already.
+  // If the server is lost, its successor may already have received the kept sums.
   if (is_open && places_[request->server].is_vacant) {
     PS_PROBE(kAnswerOfLost);
     return false;
@@ -121,7 +122,7 @@ void ServerReplacement::OnTick() {
 
 void ServerReplacement::OnConfirmed(const Message& answer) {
   ps::ReaderLock lock(&mu_);
-  // A successor counts serial numbers from the start.
+  // A successor starts its serial numbers anew.
   if (answer.failed || places_[answer.peer].came_in_turn != answer.number) return;
   WireReader in(answer.body);
   kept_.DropBefore(answer.peer, in.Get<uint64_t>());
@@ -162,7 +163,7 @@ void ServerReplacement::OnServerReplaced(int server) {
 }
 
 void ServerReplacement::SendResume(int server, uint64_t turn) {
-  // First round, by tensor, that this worker may still push, or whose sum it may give.
+  // First round of each tensor that this worker may still push, or whose sum it may give.
   std::map<uint64_t, uint32_t> first = declarations_->OldestRounds();
   for (const KeptSum& sum : kept_.Of(server)) {
     uint32_t& oldest = first[sum.tensor->key];
@@ -259,7 +260,7 @@ void ServerReplacement::PushAgain(Request request) {
   task.server = request.server;
   task.bytes = operation->Sent(request.index).bytes;
   task.again = true;
-  // The lost server has not answered, and its unanswered bytes no longer count.
+  // The lost server's unanswered bytes no longer count in its window.
   context_->scheduler->Answer(request.server, task.bytes);
   operation->Restart(request.index);
   context_->scheduler->Add(operation->request.priority, {std::move(task)});

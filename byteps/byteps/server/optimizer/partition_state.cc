@@ -17,7 +17,8 @@ namespace core {
 
 namespace {
 
-// Values that are updated and encoded at a time: whole blocks that fit into a core's cache.
+// Number of values that are updated and encoded together: whole blocks that fit into a core's
+// cache.
 constexpr size_t kChunk = 64 * kBlockValues;
 
 // Address of the block that begins with `value`.
@@ -80,7 +81,7 @@ std::string PartitionState::Load(uint32_t slot, const char* values) {
 }
 
 void PartitionState::LoadHeld(const char* values) {
-  float chunk[kChunk];  // aligned; `values` may not be
+  float chunk[kChunk];  // a chunk is aligned; `values` may not be
   for (size_t begin = 0; begin < size_; begin += kChunk) {
     const size_t count = std::min(kChunk, size_ - begin);
     memcpy(chunk, values + begin * sizeof(float), count * sizeof(float));
@@ -100,7 +101,7 @@ void PartitionState::ReadHeld(size_t offset, size_t bytes, char* values) const {
 
 std::string PartitionState::Read(uint32_t slot, size_t offset, size_t bytes, char* values) const {
   if (!state_) return NotLoaded();
-  if (bytes == 0) return "";  // `values` may be null then
+  if (bytes == 0) return "";  // `values` may be null if bytes is 0
   if (slot == rule_.NumSlots()) {
     ReadHeld(offset, bytes, values);
   } else {
@@ -114,7 +115,7 @@ GradientSums PartitionState::SumsOf(const char* gradients) const {
   for (const Run& run : runs_) {
     const char* const at = gradients + run.begin * SizeOf(type_);
     const size_t n = run.end - run.begin;
-    // Uncounted values are multiplied by 0, not skipped: 0 times an infinity or NaN is NaN.
+    // Uncounted values are multiplied by 0, not skipped, because 0 times an infinity or NaN is NaN.
     sums.squares += (run.counted ? 1.0 : 0.0) * SumOfSquares(type_, at, n);
     if (rule_.counts_zeros && run.counted)
       sums.zeros += static_cast<double>(CountZeros(type_, at, n));

@@ -37,7 +37,7 @@ std::string RoundUpdate::Agree(int rank, int op, const std::string& step) {
 std::string RoundUpdate::Complete(SharedBytes* sum, SharedBytes spare) {
   pushed_by_ = op_;
   pushed_step_ = step_;
-  // With PUSH_STEP the backup gets the step together with the gradients.
+  // PUSH_STEP tells the backup the step together with the gradients.
   is_told_ = op_ == kPushStep;
   if (op_ == kPushStep) return MakeStep(sum);
   SumSquares(*sum);
@@ -48,7 +48,7 @@ std::string RoundUpdate::Complete(SharedBytes* sum, SharedBytes spare) {
     tried_ = step_;
     counters_->tried_partitions.Add();
   }
-  step_of_ = -1;  // members decide next
+  step_of_ = -1;  // the members decide next
   return "";
 }
 
@@ -86,7 +86,7 @@ std::string RoundUpdate::MakeStep(SharedBytes* sum) {
   updated_ = true;
   const bool was_tried = !tried_.empty();
   if (was_tried) step.skip ? PS_PROBE(kStepDropped) : PS_PROBE(kStepMade);
-  // Differences are shorter than gradients, so they need memory of their own.
+  // Differences are shorter than the gradients, so they get memory of their own.
   const bool in_place = sum->size() == state_->answer_bytes();
   const SharedBytes gradients = *sum;
   if (!in_place) *sum = SharedBytes::New(state_->answer_bytes());
@@ -136,7 +136,7 @@ std::string RoundUpdate::Pack() const {
 
 bool RoundUpdate::Unpack(const std::string& text) {
   WireReader in(text);
-  in.Get<uint32_t>();  // the round, see RoundOf
+  in.Get<uint32_t>();  // skips the round, which RoundOf reads
   pushed_by_ = op_ = in.Get<uint8_t>();
   pushed_step_ = step_ = in.GetText();
   updated_ = in.Get<uint8_t>() != 0;
@@ -174,8 +174,9 @@ std::string RoundUpdate::Restore(const SharedBytes& sum) {
   restored_ = true;
   if (pushed_by_ != kPushTry) return "";
   if (!has_answer()) return Preview(sum);
-  // A member that has not got the preview decides like the other members. If the step was kept, the
-  // sum is the preview. Otherwise the member sends another request before it uses parameters.
+  // A member that has not received the preview decides like the other members. If the step was
+  // kept, the sum is the preview. Otherwise the member sends another request before it uses
+  // parameters.
   parameters_ = sum;
   return "";
 }

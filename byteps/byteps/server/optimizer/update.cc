@@ -1,6 +1,6 @@
-// CMakeLists.txt compiles this file without automatic contraction. So products and sums are fused
-// only where the code says so, and all CPUs compute equal results. It also turns errno off, so that
-// the compiler can vectorise square roots.
+// CMakeLists.txt compiles this file without automatic contraction: products and sums are fused only
+// where the code says so, and all CPUs compute equal results. errno is off, so that the compiler
+// can vectorise square roots.
 #include "byteps/server/optimizer/update.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ struct Half {
 using BFloat16 = Half<BFloat16Words>;
 using Float16 = Half<Float16Words>;
 
-// a * b + c, rounded once. A function call on CPUs without FMA (x86 before 2013).
+// Returns a * b + c, rounded once. CPUs without FMA (x86 before 2013) need a function call.
 BYTEPS_INLINE inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 // Coefficients of a step, rounded as torch rounds them.
@@ -67,11 +67,11 @@ struct AdamWNumbers {
   }
 
   const float scale, keep, weight1;
-  const bool small_weight;  // torch's lerp starts from the nearer end
+  const bool small_weight;  // torch's lerp starts from the nearer end; this says which
   const float beta2, weight2, root, eps, rate;
 };
 
-// State is `float` (updated) or `const float` (read only).
+// State is `float` if the loop updates it, `const float` if the loop only reads it.
 template <typename E, bool kSmallWeight, typename State>
 BYTEPS_INLINE inline void AdamWLoop(const AdamWNumbers& c, const void* gradients, void* parameters,
                                     State* __restrict master, State* __restrict mean,
@@ -115,7 +115,7 @@ struct SgdNumbers {
   const float scale, decay, momentum, kept, weight, rate;
 };
 
-// Use of the momentum.
+// Way in which the step uses the momentum.
 enum class Momentum { kNone, kPlain, kNesterov };
 
 template <typename E, Momentum kUse, typename State>
@@ -187,14 +187,14 @@ BYTEPS_INLINE inline uint64_t ZerosLoop(const void* values, size_t n) {
   uint64_t zeros = 0;
   for (size_t i = 0; i < n;) {
     const size_t end = std::min(n, i + (size_t{1} << 20));
-    uint32_t some = 0;  // 32 bits, as the values, so that the loop is vectorised
+    uint32_t some = 0;  // 32 bits, like the values, so that the compiler vectorises the loop
     for (; i < end; ++i) some += E::Get(values, i) == 0.0f ? 1 : 0;
     zeros += some;
   }
   return zeros;
 }
 
-// Templates cannot be cloned for several CPUs; these instances can.
+// These functions instantiate the templates: a template cannot have clones for several CPUs.
 #define BYTEPS_UPDATES(E)                                                                          \
   BYTEPS_MULTIVERSION void AdamW##E(const AdamWNumbers& c, void* values, float* master,            \
                                     float* mean, float* square, size_t n) {                        \

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 
 class Checks:
-    """torch's own comparison of collectives. A single sequence has the collectives of the native
-    backends and those that go through the servers, since members may wrongly choose different
-    paths, too."""
+    """torch's own comparison of collectives, extended to those that go through the servers. Native
+    collectives and those of servers are one sequence, because members may wrongly take different
+    paths."""
 
     def __init__(self, options: Any) -> None:
         """`options`: torch's _DistributedBackendOptions."""
@@ -23,7 +23,8 @@ class Checks:
             options.group_size,
             timeout=options.timeout,
         )
-        # This wrapper compares a collective with the other members, then runs it over this rank.
+        # This wrapper compares a collective with those of other members, then runs it among this
+        # rank alone.
         self._alone = self.around(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options.timeout))
 
     @staticmethod

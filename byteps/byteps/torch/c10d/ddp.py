@@ -1,11 +1,11 @@
 """Error feedback for DistributedDataParallel in programs that know nothing of BytePS.
 
-With feedback the rounding loss of a gradient is added to the next gradient of the same parameters.
-An all-reduce of a process group has a length and a type alone, and buckets of equal length would
-exchange their losses. A communication hook knows its bucket, so that each model gets one.
+With feedback, the rounding loss of a gradient is added to the next gradient of the same parameters.
+A process group sees only the length and the type of an all-reduce, so buckets of equal length would
+exchange their losses. A communication hook knows its bucket, so each model gets a hook.
 """
 
-# Annotations are evaluated here: DDP looks at those of a hook.
+# Annotations are evaluated in this module, because DDP looks at the annotations of a hook.
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +40,7 @@ _models = WeakIdKeyDictionary()
 
 
 def install() -> None:
-    """Give `ddp_comm_hook` to each DDP model that is made from now on, until its script registers
+    """Give `ddp_comm_hook` to each DDP model that is made from now on. A script may then register
     another hook. A second call does nothing."""
     model = DistributedDataParallel
     replace_method(model, "__init__", _make)
@@ -67,7 +67,7 @@ def _register_built_in(
 def _make(native: Call, model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
     native(model, *arguments, **named)
     if (
-        model._comm_hooks  # mixed precision has one
+        model._comm_hooks  # a model with mixed precision has a hook
         or not isinstance(model.process_group, BytePSGroup)
         or not session.is_initialized()
         or not Settings.read().wire_of(torch.float32).feedback
@@ -79,7 +79,7 @@ def _make(native: Call, model: DistributedDataParallel, *arguments: Any, **named
         return chosen.hook(chosen.state, bucket)
 
     model.register_comm_hook(None, hook)
-    model._comm_hooks.clear()  # the script has registered none
+    model._comm_hooks.clear()  # the script has registered no hook
     _models[model] = chosen
 
 

@@ -12,9 +12,10 @@ from torch.autograd.profiler import record_function
 
 
 class Event:
-    """An asynchronous event: it may begin on one thread and end on another thread.
+    """Asynchronous event for a profiler. It may begin on one thread and end on another one.
 
-    The event has no shapes: from Python, torch takes shapes only for events of a single thread.
+    The event has no shapes, because from Python torch takes shapes only for events of a single
+    thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,8 +43,8 @@ class Event:
 def record(
     call: str, operation: str, tensors: Sequence[torch.Tensor], start: Callable[[], Any]
 ) -> Any:
-    """Start an operation on tensors; record an event for the call, and an event for the time in
-    which the operation is in flight. Return the work.
+    """Start an operation on tensors, and return its work. A profiler gets an event for the call,
+    and another one for the time in which the operation is in flight.
 
     Args:
         call: torch's name of the call, whose event has the shapes of the tensors.

@@ -1,7 +1,8 @@
 """The backend ``byteps`` of torch.distributed, and hooks for DDP and FSDP2.
 
-The backend sends large all-reduces through the servers; everything else is left to NCCL or gloo.
-The hooks work with any process group: it reduces the tensors that do not go through the servers.
+The backend sends large all-reduces through the servers, and leaves all other operations to NCCL or
+gloo. The hooks work with any process group, which reduces the tensors that do not go through the
+servers.
 """
 
 # Annotations must be evaluated here, because DDP checks the annotations of a hook.
@@ -51,7 +52,7 @@ class BytePSGroup(dist.ProcessGroup):
             backend_options: options of NCCL, as the script gave them; None: the defaults.
             requested: the backends that the script has asked for; None: the backend ``byteps``.
         """
-        # torch's constructor with a store cannot be used by a subclass.
+        # Subclasses cannot use torch's constructor with a store.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._is_default = not options.global_ranks_in_group
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -74,7 +75,7 @@ class BytePSGroup(dist.ProcessGroup):
             reductions.join(
                 options.store, options.group_rank, options.group_size, timeout=options.timeout
             )
-            from byteps.torch import fsdp  # both import this module
+            from byteps.torch import fsdp  # fsdp imports this module, too
             from byteps.torch.c10d import ddp
 
             fsdp.install()
@@ -176,8 +177,8 @@ class BytePSGroup(dist.ProcessGroup):
     def _recorded(
         self, call: str, tensors: Sequence[torch.Tensor], opts: Any, start: Callable[[], Any]
     ) -> Any:
-        """Start an all-reduce, and record it under a profiler. (The native backend itself records
-        all-reduces that do not go through the servers.)"""
+        """Start an all-reduce through the servers, and record it under a profiler. (The native
+        backend records its own all-reduces.)"""
         if not torch.autograd._profiler_enabled() or not any(
             self._takes(tensor, opts) for tensor in tensors
         ):
@@ -190,7 +191,7 @@ class BytePSGroup(dist.ProcessGroup):
         return is_summed and self._reductions.takes(tensor)
 
     def _begin(self, tensor: torch.Tensor, opts: Any) -> Work | None:
-        """Start an all-reduce through the servers; return None if it does not go through them."""
+        """Start an all-reduce through the servers. Return None if it does not go through them."""
         average = _AVERAGES.get(_kind(opts.reduceOp))
         if average is None or self._size == 1:
             return None
@@ -216,7 +217,7 @@ class BytePSGroup(dist.ProcessGroup):
                     "backend='cpu:gloo,cuda:nccl'"
                 )
 
-    # ----- its name and its end
+    # ----- name and end of the group
 
     def getBackendName(self) -> str:
         """Return the name of the backend, as torch calls this method."""
@@ -300,7 +301,7 @@ class BytePSGroup(dist.ProcessGroup):
 
 
 def _plainly(name: str) -> Callable[..., Any]:
-    """Return a method that calls the native backends' group, without holding the GIL."""
+    """Return a method that calls the group of the native backends, without holding the GIL."""
 
     @_disable_dynamo
     def start(self: BytePSGroup, *arguments: Any, **named: Any) -> Any:
@@ -311,7 +312,8 @@ def _plainly(name: str) -> Callable[..., Any]:
 
 
 _STARTS = re.compile(r"-> (c10d::|torch\._C\._distributed_c10d\.)?Work\b")
-"""Pattern that finds torch's methods that start an operation, by the signature in a docstring."""
+"""Pattern of torch's methods that start an operation. It matches the signature in their
+docstrings."""
 
 _NAMES_IN_CPP = {
     "recvAnysource": "recv_anysource",
@@ -324,9 +326,9 @@ _NAMES_IN_CPP = {
 def _start_without_gil() -> None:
     """Define, in BytePSGroup, each method that starts an operation of the native backends.
 
-    torch's C++ code looks for a method of the subclass; each version of torch adds names. If there
-    is no such method, it keeps the GIL while it starts the native operation. This deadlocks if a
-    thread of gloo holds the lock of gloo's queue and waits for the GIL, to free a tensor.
+    torch's C++ code looks for a method of the subclass, and each version of torch adds methods. If
+    there is none, the C++ code starts the native operation while it holds the GIL. This deadlocks
+    if a thread of gloo holds the lock of gloo's queue, and waits for the GIL to free a tensor.
     """
     for name in dir(dist.ProcessGroup):
         method = getattr(dist.ProcessGroup, name)
@@ -340,7 +342,7 @@ _start_without_gil()
 
 
 def _kind(reduce_op: Any) -> Any:
-    """Return the kind (SUM, AVG, ...) of a ReduceOp, or the argument if it is a kind already."""
+    """Return the kind (SUM, AVG, ...) of a ReduceOp. A kind is returned unchanged."""
     return getattr(reduce_op, "op", reduce_op)
 
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A process group, as torch.distributed's default group knows it."""
+    """Identity of a process group within torch.distributed's default group."""
 
     name: str
     """torch's name of the group. Groups that exist at the same time have different names."""
     ranks: tuple[int, ...]
     """Global ranks of the group, in its order."""
     predecessors: int
-    """Number of earlier groups with the same name and ranks. Every member has made each of these,
-    so all members count the same, whatever other groups they make or destroy."""
+    """Number of earlier groups with the same name and ranks. All members count the same, because
+    every member has made each of these groups."""
 
     def key(self, kind: str, nonce: str) -> str:
         """Return the prefix of the names of the group's tensors.
@@ -30,7 +30,7 @@ class Identity:
         Args:
             kind: kind of the reductions, since a group may have several kinds.
             nonce: random text that the ranks of the default group share. The name alone is not
-                unique: torch counts group names from zero in each default group.
+                unique, because torch counts group names from zero in each default group.
         """
         text = repr((self.name, self.ranks, self.predecessors))
         return f"{kind}/{nonce}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -45,7 +45,7 @@ class _Counts:
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def next(self, name: str, ranks: tuple[int, ...]) -> int:
-        world = dist.group.WORLD  # None: it is being made
+        world = dist.group.WORLD  # None: the default group is being made
         with self._lock:
             if world is None or (self._world is not None and self._world() is not world):
                 self._counts.clear()

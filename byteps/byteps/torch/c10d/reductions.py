@@ -58,7 +58,7 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
         store: store of torch.distributed, without a prefix.
         rank: rank of this process in torch.distributed, which is also its rank as a worker.
         size: number of ranks in torch.distributed.
-        timeout: timeout of the default group. It limits the time of sums if BYTEPS_OP_TIMEOUT_S is
+        timeout: timeout of the default group. It limits the time of a sum if BYTEPS_OP_TIMEOUT_S is
             not set.
 
     Raises:
@@ -68,7 +68,7 @@ def join(store: Any, rank: int, size: int, timeout: timedelta | None = None) -> 
     global _joined, _limit_s
     with _joining:
         if timeout is not None:
-            # With a limit of their own, servers can report which ranks have not pushed.
+            # Servers that know this limit can report in time which ranks have not pushed.
             _limit_s = min(max(timeout.total_seconds(), 0.1), 604800.0)
         session.init(of_torch=(rank, size), store=store, op_timeout_s=_limit_s)
         if (session.rank(), session.size()) != (rank, size):
@@ -96,8 +96,8 @@ _limit_s: float | None = None
 
 
 def joined() -> Job:
-    """Return the result of `join`. The first call joins: all ranks of torch.distributed must make
-    it.
+    """Return the result of `join`. The first call joins the job, so all ranks of torch.distributed
+    must make it.
 
     Raises:
         BytePSError: see `join`.
@@ -127,8 +127,8 @@ def _exchange(
 ) -> tuple[Sequence[RankFacts], str]:
     """Exchange messages: return those of all ranks, in the order of ranks, and a nonce.
 
-    Rank 0 reads all messages and writes them once, so that a rank of a large job reads only two
-    values.
+    Rank 0 reads all messages and writes them as one value, so that a rank of a large job reads only
+    two values.
     """
     try:
         if rank == 0:
@@ -145,7 +145,7 @@ def _exchange(
         raise session.BytePSError(
             "rank 0 did not send the list of hosts in time (BYTEPS_START_TIMEOUT_S)"
         )
-    # The prefix ends with the nonce that rank 0 drew for this exchange.
+    # The prefix ends with the nonce of this exchange, which rank 0 drew.
     return [RankFacts(*facts) for facts in json.loads(store.get(everything))], prefix.rpartition(
         "/"
     )[2]
@@ -156,15 +156,15 @@ def _exchange(
 
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-"""Types of tensors that go through the servers: those of gradients. Integers stay with NCCL or
-gloo."""
+"""Types of tensors that go through the servers, which are those of gradients. Integers stay with
+NCCL or gloo."""
 
 SAME = "same"
-"""Value of a setting: the tensor travels in its own type."""
+"""Value of a setting: each tensor travels in its own type."""
 
 REFERENCE_BYTES = 64 << 20
-"""Size of the tensor for which routes are compared. The time of each route grows in proportion to
-the size, so a single size decides for all sizes."""
+"""Size of the tensor for which routes are compared. Each route's time grows in proportion to the
+size, so one size decides for all."""
 
 _reported: set[str] = set()
 
@@ -188,8 +188,8 @@ class Settings:
         )
 
     def wire_of(self, dtype: torch.dtype) -> WireType:
-        """Return the type in which a tensor of `dtype` travels: the requested type. It is the
-        tensor's own type if the requested type would not be shorter, or cannot hold the tensor."""
+        """Return the type in which a tensor of `dtype` travels: the requested type, if that is
+        shorter and can hold the tensor; otherwise `dtype` itself."""
         wire_type = wire.NAMES.get(self.wire_dtype)
         return wire_type if wire_type is not None and wire_type.takes(dtype) else wire.of(dtype)
 
@@ -200,7 +200,7 @@ def decide_for(
     dtype: torch.dtype,
     settings: Settings,
 ) -> Decision:
-    """Choose the route of all-reduces of a dtype over these ranks. The first of the ranks logs the
+    """Choose the route of all-reduces of one dtype over these ranks. The first rank logs the
     decision once.
 
     The result depends only on values that all members know, so all members choose the same.
@@ -242,7 +242,7 @@ def tell(
     )
     if text not in _reported:
         _reported.add(text)
-        # A logger would drop this message at its default level, so it is written directly.
+        # This message is written directly, because a logger drops it at its default level.
         sys.stderr.write(logs.render(logging.INFO, text) + "\n")
 
 
@@ -250,9 +250,9 @@ _logger = logging.getLogger(__name__)
 _told_of_blocking: list[bool] = []
 
 MOST_NAMES = 1024
-"""Limit of the names per group, that is, of different lengths, types and operations. Further
-tensors stay with NCCL or gloo: a program that uses ever new lengths would otherwise fill the
-servers' memory."""
+"""Limit of names per group, that is, of different lengths, types and operations. Without this
+limit, a program that uses ever new lengths would fill the servers' memory. Further tensors stay
+with NCCL or gloo."""
 
 
 class Reductions:
@@ -260,8 +260,8 @@ class Reductions:
     all-reduces in the same order.
 
     An all-reduce's name consists of the group, the type, the length and the operation. Several
-    all-reduces of the same name may be in flight; servers match them by their order.
-    With error feedback the name has the number of the tensor's owner, too: a rounding loss must be
+    all-reduces of the same name may be in flight; servers match them by their order. With error
+    feedback the name also has the number of the tensor's owner, because a rounding loss must be
     added to the next gradient of the same parameters.
     """
 
@@ -283,7 +283,7 @@ class Reductions:
         self._owners = WeakIdKeyDictionary()
         self._numbers = itertools.count(1)
         self._unowned: dict[int, int] = {}
-        """Address of the last tensor without an owner, by length; only with error feedback."""
+        """Address of the last tensor without an owner, by length; used only with error feedback."""
         self._line = Line()
 
     @functools.cached_property
@@ -296,7 +296,7 @@ class Reductions:
 
         Args:
             waits: whether to wait for all-reduces whose sums have arrived, so that their futures
-                get values.
+                get their values.
         """
         self._line.stop(waits=waits)
         for names in self._names:
@@ -310,12 +310,12 @@ class Reductions:
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether a sum or average of the tensor goes through the servers.
 
-        This depends only on the tensor's type, length and layout, and on the tensors taken before,
-        so all members decide the same. An all-reduce that a CUDA graph records does not go through
-        the servers, because a replay runs nothing on the host.
+        The answer depends only on the tensor's type, length and layout, and on the tensors of
+        earlier calls, so all members get the same. An all-reduce that a CUDA graph records does not
+        go through the servers, because a replay runs nothing on the host.
         """
         if (
-            # This check is first, because the size of a sparse tensor is not defined.
+            # This check comes first, because a sparse tensor has no defined size.
             tensor.layout != torch.strided
             or tensor.dtype not in SUMMED
             or tensor.nbytes < self._settings.min_bytes
@@ -340,13 +340,13 @@ class Reductions:
         priority: int = 0,
         owner: object | None = None,
     ) -> Work | None:
-        """Start an all-reduce of any tensor; None if it does not go through the servers (see
+        """Start an all-reduce of any tensor. Return None if it does not go through the servers (see
         `takes`).
 
         Args:
-            owner: an object that lives as long as the tensor is reduced, the same on all members.
-                With error feedback each owner has rounding losses of its own. The owner is a
-                bucket's first parameter (DDP), an object per module (FSDP2), or the hook.
+            owner: object that lives as long as the tensor is reduced, the same on all members: a
+                bucket's first parameter (DDP), an object per module (FSDP2), or the hook. With
+                error feedback, each owner has rounding losses of its own.
         """
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -362,12 +362,12 @@ class Reductions:
             if not self.takes(tensor):
                 return None
             return self.start(tensor, average=average, priority=priority, number=number)
-        # Known answers are reused, because a call must cost little.
+        # Earlier answers of `takes` are reused, because a call must cost little.
         is_flat = tensor.dim() == 1 and not tensor.requires_grad
         return known.start(tensor, tensor if is_flat else tensor.detach().view(-1), priority)
 
     def _number(self, owner: object | None, tensor: torch.Tensor) -> int:
-        """Return the owner's number, the same on all members; 0 without owner or feedback."""
+        """Return the owner's number, the same on all members. 0 without owner or feedback."""
         if tensor.dtype not in SUMMED or not self._settings.wire_of(tensor.dtype).feedback:
             return 0
         if owner is None:
@@ -413,7 +413,8 @@ class Reductions:
 
     def _route(self, dtype: torch.dtype) -> str:
         job = joined()
-        if self._session != session.number():  # another job may have other servers
+        # In another job the tensor is declared anew, because that job may have other servers.
+        if self._session != session.number():
             self._session = session.number()
             self._routes.clear()
             self._sums.clear()
@@ -500,7 +501,8 @@ class _NodeFirst(Reduction):
             receive = partial(pending.receive, self._gatherer)
             return StreamedWork([tensor], partial(operations.land_by, receive), parts)
         work = ServerWork([tensor], pending.handles, pending.wait, self._line)
-        work.complete_by_itself()  # ranks of this host may need its part
+        # Ranks of this host may need this rank's part, even if nobody waits for it here.
+        work.complete_by_itself()
         return work
 
 

@@ -1,6 +1,7 @@
-"""Methods of torch's classes that call this package first."""
+"""Replaces methods of torch's classes by functions of this package, which may call the
+originals."""
 
-# Annotations of torch's methods are kept: DistributedDataParallel reads those of its hooks.
+# Annotations of torch's methods are kept, because DistributedDataParallel reads those of its hooks.
 import functools
 import weakref
 from collections.abc import Callable
@@ -10,12 +11,12 @@ _replacements: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def replace_method(of: type, name: str, ours: Callable[..., Any]) -> None:
-    """Send the calls of a method to `ours`. A second call for the same method does nothing.
+    """Make calls of a method go to `ours`. A second call for the same method does nothing.
 
     Args:
         of: the class, whose present and future objects all change.
         name: name of the method.
-        ours: gets torch's own method first, and then the object and the arguments of the call.
+        ours: function that gets torch's own method, then the object and the arguments of the call.
     """
     if vars(of).get(name) in _replacements:
         return

@@ -126,7 +126,7 @@ class ReduceScatters(Reductions):
             parts.append(part)
         first = next(index for index, part in enumerate(parts) if part.is_own) + 1
         scatter = _Scatter(
-            # Each rank begins with the shards of another host: otherwise all ranks would send to
+            # Each rank begins with the shards of another host. Otherwise all ranks would send to
             # the same host at once.
             parts=(*parts[first:], *parts[:first]),
             node=node,
@@ -142,8 +142,8 @@ class ReduceScatters(Reductions):
 
 
 def _servers_of(job: Job, layout: HostLayout, owner: int) -> Sequence[int]:
-    """Return the servers that sum the shard of rank `owner`: those on its host, if the servers'
-    hosts are known, otherwise an equal part of the servers. Empty: all servers sum the shard."""
+    """Return the servers that sum the shard of rank `owner`: those on its host or, if the servers'
+    hosts are unknown, an equal part of all servers. Empty: all servers sum the shard."""
     host, count = job.hosts[owner], len(engine.server_hosts())
     hosts = max(job.hosts) + 1
     if job.servers_on:
@@ -170,7 +170,8 @@ class _Push:
 
 
 def _cut(name: str, numel: int, servers: Sequence[int]) -> list[_Push]:
-    """Cut a shard into one part per server. Without servers, leave the shard whole."""
+    """Cut a shard into one part per server. With an empty list of servers, the shard stays
+    whole."""
     if not servers:
         return [_Push(name=name, begin=0, end=numel, placement=None)]
     blocks = -(-numel // wire.BLOCK)
@@ -186,7 +187,7 @@ def _cut(name: str, numel: int, servers: Sequence[int]) -> list[_Push]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """This rank's pushes for the shards of one owner, or of the ranks of one host."""
+    """Pushes of this rank for the shards of one owner, or of the ranks of one host."""
 
     piece: Piece
     is_own: bool
@@ -196,12 +197,12 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scatter(Reduction):
-    """The route of reduce-scatters of one length and dtype."""
+    """Route of reduce-scatters of one length and dtype."""
 
     parts: Sequence[_Part]
     """Parts, in the order in which this rank pushes them."""
     node: NodeGroup | None
-    """Ranks of this host that reduce first; None: each rank pushes on its own."""
+    """Ranks of this host that sum first; None: each rank pushes by itself."""
     local: int
     group: tuple[int, ...]
     average: bool
@@ -228,11 +229,11 @@ class _Scatter(Reduction):
 
     @property
     def _pushed(self) -> int:
-        """Return the number of elements that a rank pushes."""
+        """Return the number of elements that this rank pushes."""
         return sum(push.end - push.begin for part in self.parts for push in part.pushes)
 
     def begin(self, output: torch.Tensor, source: torch.Tensor) -> Work:
-        """Start a reduce-scatter like `ReduceScatters.begin_scatter`, of tensors with a single
+        """Start a reduce-scatter like `ReduceScatters.begin_scatter`, of tensors with one
         dimension."""
         handles: list[int] = []
         with torch.no_grad():

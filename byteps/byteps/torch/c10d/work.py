@@ -30,10 +30,11 @@ _WAIT = "byteps.wait all_reduce"
 class Line:
     """Works that every member settles in the order in which they were started.
 
-    To settle a work may need a collective of ranks, such as an all-gather inside the host. With a
-    line these collectives come in the same order on all ranks, no matter which thread settles, and
-    when. A thread of the line settles works that nobody waits for. Each line has its own thread: if
-    lines shared a thread, two ranks could wait for each other, each in another line.
+    To settle a work is to receive its values. That may need a collective of ranks, such as an
+    all-gather inside the host. With a line these collectives come in the same order on all ranks,
+    no matter which thread settles, and when. The line's thread settles works that nobody waits for.
+    Each line has a thread of its own: if lines shared one, two ranks could wait for each other,
+    each in another line.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Line:
                 self._works.popleft().settle_alone()
 
     def call(self, complete: Callable[[], None]) -> None:
-        """Make the line's thread call `complete`, after all earlier calls."""
+        """Make the line's thread call `complete`, after all calls that were added before."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="byteps-line", daemon=True)
@@ -69,7 +70,8 @@ class Line:
             self._ended.put(complete)
 
     def stop(self, *, waits: bool) -> None:
-        """End the line's thread after all earlier calls. `waits`: return when it has ended."""
+        """End the line's thread after the calls that were added before. `waits`: return only when
+        it has ended."""
         with self._starting:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -98,18 +100,17 @@ SHORT_BYTES = 64 << 10
 _kept_short: dict[int, Work] = {}
 _kept_long: dict[int, Work] = {}
 """Works in flight, and some ended works of short tensors, by id, oldest first. torch may hold only
-the C++ object of a work, as DDP's join does with a sum of one element, and ask it whether it has
-ended and for its future. If the Python object had been collected by then, the work would never
-end, and asking for the future would be an error."""
+the C++ object of a work, as DDP's join does with a sum of one element. It may then ask that object
+whether the work has ended, and for its future. If the Python object had been collected by then, the
+work would never end, and asking for the future would be an error."""
 
 
 def _drop_ended(works: dict[int, Work], most: int) -> None:
-    """Drop the oldest works if there are more than `most`, but no work that is in flight, nor works
-    after it."""
+    """Drop the oldest works if there are more than `most`. Stop at the first work in flight."""
     while len(works) > most:
         try:
             oldest = next(iter(works.values()))
-        except (RuntimeError, StopIteration):  # another thread is here
+        except (RuntimeError, StopIteration):  # another thread is dropping works
             return
         if not oldest.is_completed():
             return
@@ -118,27 +119,27 @@ def _drop_ended(works: dict[int, Work], most: int) -> None:
 
 
 class Work(dist._Work):
-    """An all-reduce in place, of one tensor or several."""
+    """All-reduce in place, of one tensor or several."""
 
-    # The usual values are class attributes, so that making a work stays cheap.
+    # Usual values are class attributes, so that making a work stays cheap.
     _limit_s: float | None = None
     _of = ""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors`: the reduced tensors, which will be the value of the future."""
+        """`tensors`: the tensors to reduce, which become the value of the future."""
         super().__init__()
         self._tensors = list(tensors)
 
     def _keep(self) -> None:
-        """Keep the Python object of this work until the work ends. Constructors call this last:
-        from now on any thread may use the work."""
+        """Keep the Python object of this work until the work ends. Constructors call this last,
+        because any thread may use the work from now on."""
         is_short = all(tensor.nbytes <= SHORT_BYTES for tensor in self._tensors)
         (_kept_short if is_short else _kept_long)[id(self)] = self
         _drop_ended(_kept_short, MOST_KEPT)
         _drop_ended(_kept_long, 1)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until the values are there; subclasses define for whom."""
+        """Wait until the values are there. Subclasses define who waits: the host or a stream."""
         raise NotImplementedError
 
     def bound(self, limit_s: float, of: str) -> None:
@@ -147,12 +148,12 @@ class Work(dist._Work):
         self._limit_s, self._of = limit_s, of
 
     def let_go(self) -> None:
-        """Free state that otherwise only `wait` frees: the work has ended, and was not waited
-        for."""
+        """Free state that otherwise only `wait` frees. Called when the work has ended and nobody
+        has waited for it."""
 
     def call_when_settled(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, before a wait returns or the future has its value, even if nobody
-        waits. This base class calls it now, because no thread learns when streams have the
+        """Call `callback` once, before a wait returns or the future gets its value, even if nobody
+        waits. This base class calls it now, because no thread learns when a stream has the
         values."""
         callback()
 
@@ -201,11 +202,11 @@ class ServerWork(Work):
     ) -> None:
         """
         Args:
-            tensors: the reduced tensors, which will be the value of the future.
+            tensors: the tensors to reduce, which become the value of the future.
             handles: handles of the operations that make up the all-reduce, at least one.
-            receive: blocks until the values are there (on a GPU, for the current stream), and
-                forgets the handles.
-            line: the line in which this work is settled, after the earlier works of the line.
+            receive: function that blocks until the values are there (on a GPU, for the current
+                stream), and forgets the handles.
+            line: line in which this work is settled, after the earlier works of the line.
         """
         super().__init__(tensors)
         self._handles = list(handles)
@@ -220,11 +221,12 @@ class ServerWork(Work):
     # ----- calls by torch.distributed
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Block until the values are there; on a GPU, for the current stream's work from now on.
+        """Block until the values are there. On a GPU they are there for work that is queued on the
+        current stream from now on.
 
         Args:
             timeout: limit of the wait; 0: the timeout of the process group. After the timeout the
-                all-reduce goes on, and may be waited for again.
+                all-reduce goes on, and `wait` may be called again.
 
         Raises:
             BytePSError: the all-reduce failed, and the text names the peer; or the all-reduce did
@@ -240,7 +242,7 @@ class ServerWork(Work):
             if not self.is_settled or self._event is not None:
                 self._settle()
         self._was_awaited()
-        if self._future is not None:  # torch expects the future to have a value now
+        if self._future is not None:  # torch expects that the future has its value now
             self._complete()
         if self._error is not None:
             raise self._error
@@ -261,13 +263,13 @@ class ServerWork(Work):
         return self._error
 
     def let_go(self) -> None:
-        """Forget the operations. A work in a line is left to the line: to settle it here would wait
+        """Forget the operations. A work in a line is left to the line: settling it here would wait
         for other ranks, which may wait for this thread."""
         if not self.is_settled and self._line is None:
             self._settle()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the list of tensors. The thread of completions, or the line's thread,
+        """Return a future of the list of tensors. The completions' thread or the line's thread
         completes it.
 
         If the all-reduce fails, the future fails with a RuntimeError that quotes the BytePSError.
@@ -281,12 +283,13 @@ class ServerWork(Work):
             if self._future is None:
                 devices = {str(t.device) for t in self._tensors if t.is_cuda}
                 self._future = torch.futures.Future(devices=[*sorted(devices)])
-                # C++ takes an exception that is set for a value, and DDP would look for tensors in
-                # it. An exception that a callback raises is an error for both languages.
+                # If an exception were set as the future's value, C++ would take it for a value, and
+                # DDP would look for tensors in it. An exception that a callback raises is an error
+                # for both languages.
                 self._given = self._future.then(lambda done: done.value())
             future = self._given
-        # This runs without the lock: it may settle the line, whose lock must be taken before the
-        # lock of a work.
+        # This call is made without the lock. It may settle the line, whose lock must be taken
+        # before a work's lock.
         if made:
             self._complete_at_end()
         return future
@@ -361,7 +364,8 @@ class ServerWork(Work):
                 self._complete()
 
         for handle in self._handles:
-            if not completions.call_at_end(handle, one_ended):  # was waited for already
+            # An operation that has no handle any more was waited for already.
+            if not completions.call_at_end(handle, one_ended):
                 one_ended()
 
     def _complete(self) -> None:
@@ -373,7 +377,7 @@ class ServerWork(Work):
                 return
             device = self._tensors[0].device
             stream = stream_for("completions", device) if device.type == "cuda" else None
-            # The future records the work queued on this stream; those who get the value wait for
+            # The future records the work queued on this stream. Whoever gets the value waits for
             # that work.
             with torch.cuda.stream(stream):
                 self._settle()
@@ -384,23 +388,24 @@ class ServerWork(Work):
                     self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
 
 
-# Works of GPU tensors for which streams wait, and no thread does, as with NCCL.
+# Works of GPU tensors for which only streams wait, as with NCCL.
 
 
 _LOOK_S = 0.001
 
 _has_streamed = False
 _landing: deque[tuple[c_lib.Landing, list[torch.Tensor]]] = deque()
-"""Tensors of streamed works, kept until their values are there, since nobody may wait for them."""
+"""Tensors of streamed works. They are kept until their values are there, because nobody may wait
+for them."""
 
 
 class StreamedWork(Work):
-    """An all-reduce of a tensor on a GPU that streams wait for.
+    """All-reduce of a tensor on a GPU for which streams wait.
 
-    All GPU work of the all-reduce is queued on a stream of this module when the work is made, so
-    that it is done even if nobody waits. If all streams share one queue of the device
-    (CUDA_DEVICE_MAX_CONNECTIONS=1), the first wait queues it instead, because all work queued later
-    would wait for it, too.
+    All GPU work of the all-reduce is queued when the work is made, on a stream of this module, so
+    that it is done even if nobody waits. With one queue for all streams of the device
+    (CUDA_DEVICE_MAX_CONNECTIONS=1), work that is queued later would wait for it, too. Then the
+    first wait queues it instead.
 
     If the sum fails, streams go on with NaN, and the next call of the host raises BytePSError.
     """
@@ -413,7 +418,7 @@ class StreamedWork(Work):
     ) -> None:
         """
         Args:
-            tensors: the reduced tensor, on a GPU; this list will be the value of the future.
+            tensors: the tensor to reduce, on a GPU. This list becomes the value of the future.
             land: makes a stream wait for the values and copy them to their destination.
             used: other tensors that `land` uses.
         """
@@ -428,7 +433,7 @@ class StreamedWork(Work):
         self._keep()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Make the current stream wait for the values. The host does not wait without a timeout.
+        """Make the current stream wait for the values. Without a timeout the host does not wait.
 
         Args:
             timeout: the host waits for the values, at most this long, as with NCCL. 0: the host
@@ -464,8 +469,8 @@ class StreamedWork(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the list of tensors. It has its value at once: streams wait for the
-        values, as with NCCL."""
+        """Return a future of the list of tensors. The future has its value at once, because streams
+        wait for the values, as with NCCL."""
         spans.note_unseen_waits()
         if self._future is None:
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
@@ -490,7 +495,7 @@ class StreamedWork(Work):
             time.sleep(_LOOK_S)
 
     def _queue(self) -> c_lib.Landing:
-        """Queue the GPU work, and return the moment at which the values are there."""
+        """Queue the GPU work. Return the moment at which the values are there."""
         global _has_streamed
         if self._landed is None:
             # All sums land on this stream, in the order in which they were started.
@@ -503,18 +508,18 @@ class StreamedWork(Work):
 
 
 def await_all() -> None:
-    """Block until the values of all streamed works are there.
+    """Block until all streamed works have their values.
 
     Raises:
-        BytePSError: the job has failed. No other call may have reported this.
+        BytePSError: the job has failed. Perhaps no other call has reported this.
     """
     _kept_short.clear()
     _kept_long.clear()
     if not _has_streamed:
         return
     while _landing:
-        # This polls, and does not wait in the driver: if NCCL waits for a lost peer, the GPU's work
-        # never ends.
+        # This loop polls, and does not wait in the driver: while NCCL waits for a lost peer, the
+        # GPU's work never ends.
         while not _landing[0][0].query():
             c_lib.check()
             time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""All-reduces that one call has started; some of them may be the native backend's."""
+"""All-reduces that one call has started. The native backend may run some of them."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class WorkOfMany(Work):
 
 def _checked(done: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for future in done.value():
-        future.value()  # raises what it failed by
+        future.value()  # raises the exception that the future failed by
     return tensors

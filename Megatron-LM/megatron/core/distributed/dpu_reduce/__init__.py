@@ -1,9 +1,9 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Data-parallel gradient sums through BytePS parameter servers.
+"""Sums data-parallel gradients through BytePS parameter servers.
 
-With ``--use-dpu-reduce`` the buckets of ``DistributedDataParallel`` are summed by BytePS (push to
-servers that add, pull the sum) if that needs less time on the links than the collectives of
+With ``--use-dpu-reduce``, BytePS sums the buckets of ``DistributedDataParallel`` (ranks push to
+servers that add, and pull the sum) if that needs less time on the links than the collectives of
 ``torch.distributed``. Everything else in Megatron stays the same: buckets and when they are ready,
 gradient scaling, and the optimizer's inputs.
 
@@ -13,38 +13,31 @@ Megatron calls a hook unconditionally, and the hook checks its flag first (``use
 only a call. Two hooks only decide whether another is called: ``reduces`` and ``keeps_optimizer``.
 
 ============================  ======================================================
-``add_arguments``             the argument parser is being built
-``translate_args``            arguments are parsed: switch off what servers do instead of ranks
-``translate_config``          a ``DistributedDataParallelConfig`` is used: switch off likewise
-``validate_args``             arguments are derived: refuse what is not supported
-``validate_ddp_config``       a ``DistributedDataParallelConfig`` is created
-``fully_sharded``             a fully sharded wrapper is built: log which sums it keeps
-``initialize``                torch.distributed is initialized: start BytePS once
-``separate_buffers``          DDP has grouped parameters: move some to separate buffers
-``register``                  a ``DistributedDataParallel`` was built: plan its buckets
-``reduces``                   a bucket group is ready: does BytePS sum it?
-``start_grad_sync``           if so: sum it
-``outer_reduction``           shards are ready: sum them over replicas
+``add_arguments``             the argument parser is being built ``translate_args``
+arguments are parsed: switch off what servers do instead of ranks ``translate_config``          a
+``DistributedDataParallelConfig`` is used: the same ``validate_args``             arguments are
+derived: refuse what is not supported ``validate_ddp_config``       a
+``DistributedDataParallelConfig`` is created ``fully_sharded``             a fully sharded wrapper
+is built: log which sums it keeps ``initialize``                torch.distributed is initialized:
+start BytePS once ``separate_buffers``          DDP has grouped parameters: move some to separate
+buffers ``register``                  a ``DistributedDataParallel`` was built: plan its buckets
+``reduces``                   a bucket group is ready: does BytePS sum it? ``start_grad_sync``
+if so: sum it ``outer_reduction``           shards are ready: sum them over replicas
 ``outside_graph``             decorator for the recording and replay of a step's CUDA graph
 ``keeps_optimizer``           an optimizer is being made: do servers keep it?
-``make_server_optimizer``     if so: make it
-``gradients_will_be_zeroed``  DDP is about to zero its gradients
-``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
+``make_server_optimizer``     if so: make it ``gradients_will_be_zeroed``  DDP is about to zero its
+gradients ``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
 ``save_feedback``             a checkpoint's state is complete, before it is saved
-``ask_for_feedback``          a state is described, before it is loaded
-``load_feedback``             a state was loaded
-``step_ended``                the optimizer has made or skipped its step
-``write_metrics``             TensorBoard and wandb write an iteration's values
-``replicas_of``               the data-parallel size is derived: count the replicas
-``model_is_built``            model and optimizer are built, datasets are not
-``training_begins``           datasets are built too
-``serialize_dataset_builds``  decorator for functions that build datasets
-``sum_over_replicas``         data-parallel ranks have summed a few numbers
-``agreed_norm``               the gradient norm is known
-``wanted_by_any``             does a rank of any replica want to end the job?
-``iteration_ended``           an iteration has ended: a replica may join
-``saved_once``                decorator for the function that saves a checkpoint
-``shutdown``                  training has ended
+``ask_for_feedback``          a state is described, before it is loaded ``load_feedback``
+a state was loaded ``step_ended``                the optimizer has made or skipped its step
+``write_metrics``             TensorBoard and wandb write an iteration's values ``replicas_of``
+the data-parallel size is derived: count the replicas ``model_is_built``            model and
+optimizer are built, datasets are not ``training_begins``           datasets are built too
+``serialize_dataset_builds``  decorator for functions that build datasets ``sum_over_replicas``
+data-parallel ranks have summed a few numbers ``agreed_norm``               the gradient norm is
+known ``wanted_by_any``             does a rank of any replica want to end the job?
+``iteration_ended``           an iteration has ended: a replica may join ``saved_once``
+decorator for the function that saves a checkpoint ``shutdown``                  training has ended
 ============================  ======================================================
 
 =====================  ============================================================

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) -> str:
-    """Return the table of a model chunk's sums: bytes over the NICs and time by each route, the
-    chosen route and the reason."""
+    """Return the table of a model chunk's sums. A row has the bytes over the NICs and the time by
+    each route, the chosen route, and the reason."""
     first, routes = sums[0][0], bytepslib.routes
     members = sorted(routes.per_host(first.hosts).values())
     each = str(members[0]) if members[0] == members[-1] else f"{members[0]} to {members[-1]}"
@@ -62,7 +62,7 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
 
 
 def _kept(sums: Sequence[tuple[Sum, Decision]], ranks_per_host: int) -> list[str]:
-    """Return a line on the memory in which ranks keep gradients, since a server may be lost. The
+    """Return a line on the memory in which ranks keep gradients, because a server may be lost. The
     line is empty if ranks keep none."""
     replaced = bytepslib.figures.setting("BYTEPS_REPLACE_SERVERS_S", float) > 0
     if not replaced or sums[0][0].updated:
@@ -85,8 +85,8 @@ def _collective_name(what: Sum) -> str:
 
 
 def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
-    """Return a text that says how many bytes a rank sends in each type, if gradients travel in few
-    bits."""
+    """Return a text that says how many bytes a rank sends in each type. It is empty unless
+    gradients travel in few bits."""
     sent: dict[str, int] = {}
     bf16_bytes = differences = 0
     bits: set[int] = set()
@@ -120,7 +120,7 @@ def missing_overlaps(config: Any) -> tuple[str, ...]:
 
 def brief(prediction: Forecast) -> str:
     """Return three lines: traffic between hosts, the gain of each flag, and the recommended change.
-    A single line if nothing crosses hosts."""
+    If nothing crosses hosts, return a single line."""
     training, forecast = prediction.training, bytepslib.forecast
     crossing = training.crossing
     if not crossing:
@@ -158,7 +158,7 @@ def _gain(prediction: Forecast, row: Row) -> str:
 
 
 def as_lines(text: str) -> str:
-    """Return the table as it is, or as a JSON log line if the log format is JSON."""
+    """Return the table unchanged. If the log format is JSON, return it as a JSON log line."""
     if bytepslib.figures.setting("BYTEPS_LOG_FORMAT", str) != "json":
         return text
     from byteps import logs

@@ -30,7 +30,7 @@ PRESETS = {
         "overlap_grad_reduce": True,
     },
 }
-"""Presets: arguments that stand for several others."""
+"""Presets, each with the arguments for which it stands."""
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:

@@ -2,9 +2,10 @@
 
 """The operation that sums a bucket: its name, group, wire dtype and route.
 
-Norms, biases and routers have few values, and each value matters. The largest value of a block sets
-the scale of the block. In a block with other parameters, the smaller values would lose most of
-their bits. So the gradients of norms, biases and routers are kept separate, and travel as bf16.
+Norms, biases and routers have few values, and each value matters. A block of few bits has one
+scale, set by its largest value. In a block with other parameters, the smaller values would lose
+most of their bits. So the gradients of norms, biases and routers are kept separate, and travel as
+bf16.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _DTYPE_NAMES = {
 
 @functools.lru_cache(maxsize=64)
 def group_name(group: tuple[int, ...]) -> str:
-    """Return a name for a group: its lowest rank, its size, and a digest of all ranks.
+    """Return a name for a group: its lowest rank, its size, and a digest of all its ranks.
 
-    The name depends on nothing else, so all members compute the same name, and each group has a
-    different one.
+    The name depends on the ranks alone, so all members compute the same name, and each group has
+    another one.
     """
     ranks = ",".join(map(str, sorted(group)))
     digest = hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
@@ -62,10 +63,10 @@ def bucket_name(
     bucket_id: int,
     buffer: int = 0,
 ) -> str:
-    """Return the key of a bucket, a pure function of its identity.
+    """Return the name of a bucket, which depends on nothing but these arguments.
 
     Every rank of a data-parallel group computes the same name, and no two groups of a job share a
-    name. This does not depend on the order in which ranks build or sum their buckets.
+    name, in whatever order ranks build or sum their buckets.
 
     Args:
         kind: ``dense`` or ``expert``, the kind of the data-parallel group.
@@ -94,15 +95,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 class Named:
     """Counters from which this process makes names.
 
-    Counts are per group: the members of a group build the same models for it in the same order, but
+    Counts are per group. The members of a group build the same models for it in the same order, but
     may build models for other groups in between.
     """
 
     models: Counter[tuple[str, tuple[int, ...], int]] = field(default_factory=Counter)
-    """Number of models by kind of group, group, and chunk."""
+    """Number of models so far, by kind of group, group, and chunk."""
     partitions: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Number of partitions of a group's buckets so far: the next index in the round robin over
-    servers."""
+    """Number of partitions of a group's buckets so far, which is the next index in the round robin
+    over servers."""
 
     def clear(self) -> None:
         self.models.clear()
@@ -115,8 +116,8 @@ class Named:
         return self.models[key] - 1
 
     def next_placement(self, group: tuple[int, ...], partitions: int) -> int:
-        """Reserve indices for `partitions` partitions of a sum in the round robin; return the
-        first."""
+        """Reserve indices for `partitions` partitions of a sum in the round robin. Return the first
+        index."""
         key = tuple(sorted(group))
         first = self.partitions[key] + key[0]
         self.partitions[key] += partitions
@@ -132,12 +133,12 @@ _ROUTER = re.compile(r"\brouter\b")
 
 @dataclass(frozen=True)
 class Kept:
-    """The ranges of a bucket whose gradients travel as bf16, in one tensor of their own."""
+    """Ranges of a bucket whose gradients travel as bf16, in a tensor of their own."""
 
     ranges: tuple[tuple[int, int], ...]
     """Ranges of elements of the bucket: the first element, and the last plus one."""
     parameters: tuple[torch.nn.Parameter, ...]
-    """The parameters with these gradients, in the same order."""
+    """Parameters with these gradients, in the order of the ranges."""
 
     itemsize: int = 2
     """Bytes per element on the network."""
@@ -177,7 +178,8 @@ class Kept:
         )
 
     def start(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> _PendingKept:
-        """Start summing these gradients, and zero them in the bucket."""
+        """Start summing these gradients. Zero them in the bucket, so that its sum leaves them
+        out."""
         parts = [grads[begin:end] for begin, end in self.ranges]
         values = torch.cat(parts)
         torch._foreach_zero_(parts)
@@ -201,8 +203,8 @@ class _PendingKept:
         self._others: Any = None
 
     def after(self, others: Any) -> _PendingKept:
-        """Set the operation of the bucket's other gradients. That operation must end first, because
-        both write to the same memory."""
+        """Set the operation of the bucket's other gradients. It must end first, because both
+        operations write to the same memory."""
         self._others = others
         return self
 
@@ -224,8 +226,9 @@ def kept_of(
 
     Args:
         names: names of the model's parameters.
-        config: its `dpu_reduce_keep_bf16` adds to the parameters that are always kept.
-        model: config of the model if servers update it: parameters with copies are then kept too.
+        config: DDP config. Its `dpu_reduce_keep_bf16` adds to the parameters that are always kept.
+        model: config of the model if servers update it. Parameters with copies on other ranks are
+            then kept, too.
     """
     rules = kept_bf16.parse(config.dpu_reduce_keep_bf16)
     least = rules.least_bytes
@@ -254,9 +257,8 @@ def kept_of(
 def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
     """Return whether tensor-parallel ranks or pipeline stages have copies of a parameter.
 
-    Servers update each copy separately, with the same gradients. If gradients traveled in blocks,
-    each copy would share a block with other values and be rounded differently, so the copies would
-    drift apart.
+    Servers update each copy separately, with the same gradients. In blocks, each copy would share a
+    block with other values and be rounded differently, so the copies would drift apart.
     """
     if config is None:
         return False
@@ -277,26 +279,28 @@ def _wire(grads: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOp:
-    """The operation that sums a bucket; fixed when DDP is built.
+    """Operation that sums a bucket; fixed when DDP is built.
 
-    The operation holds no data pointer, because gradient buffers may be freed and allocated again
+    It holds no address of the gradients, because their buffers may be freed and allocated again
     between steps.
     """
 
     name: str
-    """Key of the operation: the same on every rank of the group, unique in the job."""
+    """Name of the bucket: the same on every rank of the group, unique in the job."""
     group: tuple[int, ...]
     """Global ranks that sum: the whole data-parallel group, in the order of the process group."""
     owners: tuple[int, ...]
     """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in this
-    order: the members of this rank's optimizer instance (with a single instance, the whole group).
+    order. They are the members of this rank's optimizer instance (with one instance, the whole
+    group).
     """
     placement: int
     """Index of the bucket's first partition in the round robin over the servers."""
     wire: WireType
     """Type in which the gradients travel; by default the type of the bucket."""
     bf16_part: Kept | None = None
-    """Gradients that travel in 16 bits if the others travel in blocks of few bits."""
+    """Gradients that travel in 16 bits if the others travel in blocks of few bits; None: there are
+    none."""
     route: str
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
     updated: bool = False
@@ -316,8 +320,8 @@ class BucketOp:
         return index * shard, (index + 1) * shard
 
     def give_back_with(self, owner: object, grads: torch.Tensor) -> None:
-        """Make the servers free the bucket's sums, once every member has collected its `owner`.
-        `grads`: the bucket's gradients."""
+        """Make the servers free the bucket's sums when every member has collected its `owner` as
+        garbage. `grads`: the bucket's gradients."""
         if self.route == bytepslib.routes.COLLECTIVE or len(self.group) == 1 or not grads.numel():
             return
         names = [self.name] if self.bf16_part is None else [self.name, self.bf16_part.name_of(self)]
@@ -332,9 +336,9 @@ def wire_of(
 ) -> WireType:
     """Return the type in which gradients travel.
 
-    bf16 is only for fp32 gradients, since it would not shorten a half type. With the optimizer on
-    the servers, parameters are pulled in the same type, so gradients of fp32 parameters do not use
-    bf16. With blocks, parameters are pulled as differences.
+    bf16 is only for fp32 gradients, because it would not shorten a half type. With the optimizer on
+    the servers, parameters are pulled in the same type, so the gradients of fp32 parameters do not
+    use bf16. With blocks, parameters are pulled as differences.
     """
     wire, name = bytepslib.wire, ddp_config.dpu_reduce_wire_dtype
     if name is None:
@@ -349,8 +353,8 @@ def wire_of(
 
 
 def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
-    """Return the bytes of a bucket in the busier direction: with 4-bit gradients, servers answer
-    with 8-bit differences."""
+    """Return the bytes of a bucket in the busier direction: servers answer 4-bit gradients with
+    8-bit differences."""
     param_dtype, elements = next(iter(bucket.params_list)).dtype, bucket.grad_data.numel()
     wire = wire_of(param_dtype, bucket.grad_data.dtype, config)
     if config.dpu_optimizer and wire.is_block:
@@ -367,13 +371,13 @@ _Group = torch.distributed.ProcessGroup
 def node_sums(
     op: BucketOp, grads: torch.Tensor, buffer: _ParamAndGradBuffer, group: _Group
 ) -> tuple[NodeSum, NodeSum | None]:
-    """Return the sum that every rank gets as a whole, and the sum of which each rank gets its
-    shard.
+    """Return two sums of a bucket: of one, every rank gets the whole, and of the other, each rank
+    gets its shard.
 
     All ranks of this host call this in the same order.
 
     Args:
-        op: operation of the bucket; its placement and sums are ignored.
+        op: operation of the bucket. Its placement and its sums are ignored.
         grads: the bucket's gradients, flat.
         buffer: buffer of the bucket.
         group: the data-parallel group; it has the ranks of `op`.

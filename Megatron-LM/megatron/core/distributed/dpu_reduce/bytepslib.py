@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    # These imports are for type checkers only.
+    # Only type checkers import these.
     import byteps.torch as byteps
     from byteps import forecast
     from byteps.torch import (

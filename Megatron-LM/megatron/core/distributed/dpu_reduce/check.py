@@ -48,10 +48,10 @@ class Verdict:
     optimizer_refused: str
     """Reason why ``--dpu-optimizer`` is refused in addition; empty if it is accepted."""
     left: str
-    """Message that a wrapper shards gradients itself; empty if no wrapper does."""
+    """Message that a wrapper shards gradients by itself; empty if no wrapper does."""
     training: Training
     forecast: Forecast | None
-    """The forecast; None if a wrapper shards gradients itself."""
+    """The forecast; None if a wrapper shards gradients by itself."""
 
     @property
     def reaches_servers(self) -> bool:
@@ -63,7 +63,7 @@ class Verdict:
 
 
 def judge(args: Any, machines: Machines, accepts: str | None = None) -> Verdict:
-    """Return what the flags would do for a job.
+    """Return what BytePS's flags would do for a job.
 
     Args:
         args: Megatron's arguments, validated.
@@ -138,8 +138,8 @@ def _training(args: Any, machines: Machines) -> Training:
 def kinds_of(
     split: Parallelism, held: parameters.Count, machines: Machines, optimizer: str
 ) -> tuple[Kind, ...]:
-    """Return the kinds of gradients of a model with this parallelism: dense and, if experts have
-    data-parallel groups of their own, expert."""
+    """Return the kinds of gradients of a model with this parallelism: "dense" and, if experts have
+    data-parallel groups of their own, "expert"."""
     own, on_ranks = split.has_expert_groups, optimizer in replica_refusals.OF_MATRICES
     elements = held.dense if own else held.dense + held.expert
     dense = Kind(
@@ -248,7 +248,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# The same check for a recipe of Megatron-Bridge, which has configs instead of arguments.
+# The check of a recipe of Megatron-Bridge, which has configs instead of arguments.
 
 
 LIBRARY, PERFORMANCE = "megatron.bridge.recipes", "megatron.bridge.perf_recipes"
@@ -256,8 +256,8 @@ LIBRARY, PERFORMANCE = "megatron.bridge.recipes", "megatron.bridge.perf_recipes"
 
 
 def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
-    """Return the recipes of a package that need no argument, by name. A recipe with several names
-    is listed under the longest, which says most.
+    """Return a package's recipes that need no argument, by name. A recipe with several names is
+    listed under the longest one, which says most.
 
     Raises:
         ImportError: Megatron-Bridge is not installed.
@@ -275,8 +275,8 @@ def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
 
 
 def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield all recipe functions of a package's modules, except modules that define parts of
-    recipes."""
+    """Yield all recipe functions of a package's modules. Modules that only define parts of recipes
+    are left out."""
     top = importlib.import_module(package)
     modules = [top] + [
         importlib.import_module(info.name)
@@ -293,7 +293,7 @@ def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def recipe(name: str) -> Any:
-    """Return the recipe's configs, before training derives values from them.
+    """Return the configs of a recipe. Training has not yet derived values from them.
 
     Raises:
         ImportError: Megatron-Bridge is not installed.
@@ -313,10 +313,10 @@ def recipe(name: str) -> Any:
 
 
 def settle(config: Any, ranks: int) -> None:
-    """Derive types and overlap settings as Megatron-Bridge does at the start of training.
+    """Derive types and overlap settings, as Megatron-Bridge does at the start of training.
 
     Args:
-        config: config of a recipe; changed in place.
+        config: configs of a recipe, which are changed in place.
         ranks: number of ranks of the job.
     """
     precision = config.mixed_precision
@@ -339,10 +339,10 @@ def settle(config: Any, ranks: int) -> None:
 
 
 def judge_recipe(config: Any, machines: Machines, accepts: str | None = None) -> Verdict:
-    """Return what the flags would do for a recipe.
+    """Return what BytePS's flags would do for a recipe.
 
     Args:
-        config: config of the recipe; changed by :func:`settle`.
+        config: configs of the recipe, which :func:`settle` changes.
         machines: machines of the job.
         accepts: wire dtype that the user accepts.
 

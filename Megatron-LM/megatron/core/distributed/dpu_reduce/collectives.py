@@ -1,12 +1,12 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Collectives of Megatron over data-parallel ranks, and what each means with replicas.
+"""Lists Megatron's collectives over data-parallel ranks, and says for each what replicas need.
 
-A replica has its own torch.distributed world, so a collective over its data-parallel ranks leaves
-out the other replicas. If replicas got different values of trained state this way, they would
-diverge silently. This module lists all such collectives. A test trains with the settings that lead
-to them, records each call in torch's process groups, and fails at a call that is not listed.
-:mod:`.replica_refusals` refuses the arguments that lead to unsupported collectives.
+Each replica has its own torch.distributed world, so a collective over its data-parallel ranks
+leaves out the other replicas. If replicas got different values of trained state in this way, they
+would diverge silently. So this list must be complete. A test trains with the settings that lead to
+these collectives, records each call in torch's process groups, and fails at a call that is not
+listed. :mod:`.replica_refusals` refuses the arguments that lead to unsupported collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .refusal import Refusal
 
 
 class Over(enum.Enum):
-    """Meaning of a collective inside a replica if there are several replicas."""
+    """Ranks over which a collective inside a replica must reach if there are several replicas."""
 
     CONTINUED = "a hook continues it over replicas"
     ALIKE = "it is made of sums or parameters that all replicas have, so all find the same"
@@ -36,9 +36,9 @@ class Collective:
     """``module:function``, without ``megatron.``."""
     over: Over
     why: str
-    """Purpose of the collective. With local steps (``--dpu-outer``), a collective is continued over
-    replicas only if its purpose says so, since parameters and buffers become equal at each exchange
-    anyway."""
+    """Purpose of the collective. With local steps (``--dpu-outer``), a collective reaches over
+    replicas only if its purpose says so, because parameters and buffers become equal at each
+    exchange anyway."""
     refusal: Refusal | None = None
 
 

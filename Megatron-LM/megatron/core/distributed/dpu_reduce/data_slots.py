@@ -3,7 +3,7 @@
 """This rank's data-parallel rank and size, counted over all replicas.
 
 Samplers use the two numbers to choose this rank's part of a global batch. The functions have the
-names of those in ``megatron.core.mpu``, and the same results if there is a single replica.
+names of those in ``megatron.core.mpu``. With a single replica, both return the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ __all__ = ["get_data_parallel_rank", "get_data_parallel_world_size"]
 
 
 def get_data_parallel_rank() -> int:
-    """Return the data-parallel rank among all replicas; ranks of replica 0 come first."""
-    from ... import parallel_state  # Imported here because parallel_state imports this package.
+    """Return the data-parallel rank among all replicas. Ranks of replica 0 come first."""
+    # The import is here, because parallel_state imports this package.
+    from ... import parallel_state
 
     own = parallel_state.get_data_parallel_rank()
     if job.replicas() == 1:

@@ -1,7 +1,7 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Decides the route of each bucket group of a model, by measurement if requested, and prints the
-routes."""
+"""Decides the route of each bucket group of a model, and prints the routes. Rates are measured if
+requested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _Group = torch.distributed.ProcessGroup
 
 _measurements: dict[tuple[object, ...], Measured] = {}
-"""Rates by group and sum: identical model chunks are measured once."""
+"""Measured rates by group and sum. Identical model chunks are measured only once."""
 
 
 def measured(
@@ -36,7 +36,7 @@ def measured(
     sums: Sequence[Sum],
     buffer: _ParamAndGradBuffer,
 ) -> Measured:
-    """Measure the rates of the largest sum of a kind; all members of the group call this.
+    """Measure the rates of the largest sum of a kind. All members of the group call this.
 
     Args:
         kind: ``dense`` or ``expert``.
@@ -110,7 +110,7 @@ _reported: set[str] = set()
 
 
 def forget() -> None:
-    """Forget measurements and printed tables, so that both are made anew."""
+    """Forget measurements and printed tables. Both are then made anew."""
     _measurements.clear()
     _reported.clear()
 
@@ -124,7 +124,7 @@ def decide_all(
     *,
     measures: bool,
 ) -> dict[int, Decision]:
-    """Return the decision for each bucket, by the bucket's id; rank 0 prints the reasons.
+    """Return the decision for each bucket, by the bucket's id. Rank 0 prints the reasons.
 
     All members of the group call this and get the same result.
 
@@ -134,7 +134,7 @@ def decide_all(
         group: the data-parallel group.
         groups: the DDP's bucket groups.
         buffers: buffers of these groups.
-        measures: whether rates may be measured. Without measuring, two starts decide the same.
+        measures: whether rates may be measured. Without measuring, every start decides the same.
     """
     if job.replicas() > 1:
         return _over_replicas(config, kind, group, groups)
@@ -176,7 +176,7 @@ def _over_replicas(
     group: torch.distributed.ProcessGroup,
     groups: Sequence[_ParamAndGradBucketGroup],
 ) -> dict[int, Decision]:
-    """Return the decisions for a job with replicas. There is no choice of routes, because replicas
+    """Return the decisions for a job with replicas. They have no choice of routes, because they
     meet only at the servers."""
     routes, ranks = bytepslib.routes, group.size()
     decision = routes.Decision(
@@ -236,7 +236,8 @@ def tell(
         if not elements:
             continue
         hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
-        # Every rank is in one such group, and all hosts are assumed to have as many ranks.
+        # Every rank is in one group of this kind, and all hosts are assumed to have equally many
+        # ranks.
         count = everybody[hosts[0]] / bytepslib.routes.per_host(hosts)[hosts[0]]
         left = sum(
             parameter.numel()
@@ -247,7 +248,7 @@ def tell(
         forecast_kinds.append(
             bytepslib.forecast.Kind(name=name, groups={hosts: count}, elements=elements, left=left)
         )
-        # Nearly all elements have the same type. If not, the larger type decides.
+        # Nearly all elements have the same type. Otherwise the larger type decides.
         gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
         bf16 = bf16 and not any(b.param_dtype in (torch.float16, torch.float32) for b in buffers)

@@ -2,15 +2,15 @@
 
 """Saves and loads rounding losses in checkpoints of ``--ckpt-format torch_dist``.
 
-A checkpoint has two tensors per parameter, of the parameter's shape, sharded like the parameter:
-the mean loss of the ranks that push its gradient, and the servers' loss. Each rank takes the mean
-both when it saves and when it loads. So a job that goes on computes the same bits as a job that
-resumes. The sum of the losses over all ranks, which later steps add to the parameter, does not
-change.
+A checkpoint has two tensors per parameter, of the parameter's shape, and sharded like the
+parameter: the mean loss of the ranks that push its gradient, and the servers' loss. Each rank goes
+on with the mean, both when it saves and when it loads. So a job that continues computes the same
+bits as a job that resumes. The sum of the losses over all ranks, which later steps add to the
+parameter, does not change.
 
-With ``--dpu-feedback-per-rank`` there is a tensor for each rank instead, and saving changes
-nothing. On loading with n ranks, rank i takes the sum of the losses saved by ranks i, i + n, i + 2n
-...
+With ``--dpu-feedback-per-rank`` there is a tensor for each rank instead, and saving changes no
+losses. A job that loads with n ranks gives rank i the sum of the losses that ranks i, i + n, i + 2n
+... have saved.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ _COPY = "/copy"
 
 @dataclass(frozen=True, kw_only=True)
 class _Owed:
-    """Properties of a parameter's losses, the same on all ranks that save a part of them."""
+    """Properties of a parameter's losses. They are the same on all ranks that save a part of the
+    losses."""
 
     pushers: int
     """Number of ranks that push each element."""
     average: bool
-    """Whether gradients are divided by this number."""
+    """Whether gradients are divided by the number of pushing ranks."""
     servers: bool
     """Whether servers keep losses too."""
 
@@ -60,7 +61,8 @@ class _Saved:
     """Number of tensors: one per rank that pushed the parameter, or 1 for their mean."""
 
     def wanted(self, index: int, pushers: int) -> list[tuple[int, float]]:
-        """Return the saved tensors that rank `index` of `pushers` loads, with their factors."""
+        """Return the saved tensors that a rank loads, each with its factor. `index`: index of the
+        rank among `pushers` ranks."""
         if self.tensors == self.owed.pushers:
             return [(number, 1.0) for number in range(index, self.tensors, pushers)]
         return [(0, self.owed.pushers / pushers)]
@@ -68,13 +70,13 @@ class _Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """A tensor that this rank pushes: ranges of a bucket, laid end to end."""
+    """Tensor that this rank pushes: ranges of a bucket, laid end to end."""
 
     name: str
     numel: int
     parts: tuple[tuple[int, int, int], ...]
-    """The ranges: first element in the bucket, last element plus one, and the first element's
-    offset in the tensor."""
+    """Ranges of the bucket. Each has the first element in the bucket, the last element plus one,
+    and the first element's offset in the tensor."""
     group: tuple[int, ...]
     """Ranks that push the same elements."""
     index: int
@@ -84,17 +86,17 @@ class _Push:
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """Adjacent elements of a parameter within a tensor that a rank pushes."""
+    """Adjacent elements of a parameter, within a tensor that a rank pushes."""
 
     push: _Push
     at: int
     numel: int
     name: str
-    """Name of the parameter in a checkpoint; each layer and expert has its own."""
+    """Name of the parameter in a checkpoint. Each layer and expert has a name of its own."""
     copy: tuple[int, ...]
     """Identifies a copy of the parameter; all numbers are 0 for the first copy. Pipeline stages may
-    have copies, whose gradients are added. Tensor-parallel ranks may have copies, whose gradients
-    are equal."""
+    have copies, and their gradients are added. Tensor-parallel ranks may have copies, and their
+    gradients are equal."""
     sharded: ShardedTensor
     """Position in the parameter's global tensor."""
 
@@ -104,7 +106,7 @@ class _Box:
         return self.name + (_COPY + ".".join(map(str, self.copy)) if any(self.copy) else "")
 
     def part_of(self, pushed: torch.Tensor) -> torch.Tensor:
-        """Return this box's elements of the pushed tensor."""
+        """Return the elements of the pushed tensor that are in this box."""
         return pushed[self.at : self.at + self.numel]
 
     def of_rank(self, key: str, rank: int, ranks: int, data: torch.Tensor) -> ShardedTensor:
@@ -127,7 +129,7 @@ class _Box:
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadRequest:
-    """A tensor to be loaded, and the destination of its values."""
+    """Tensor to be loaded, and the destination of its values."""
 
     box: _Box
     factor: float
@@ -147,11 +149,12 @@ _loading: _Loading | None = None
 
 
 def save(state: dict[str, Any], *, per_rank: bool) -> None:
-    """Add the losses to a state that is about to be saved. All ranks call it.
+    """Add the losses to a state that is about to be saved. All ranks call this.
 
     Args:
         state: state to save, with the sharded states of the model's chunks.
-        per_rank: save each rank's losses. Otherwise save their mean, which each rank then keeps.
+        per_rank: whether to save each rank's losses. Otherwise their mean is saved, and each rank
+            keeps it.
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
@@ -207,7 +210,7 @@ def _share(pushes: Sequence[_Push]) -> None:
 
 
 def ask(state: dict[str, Any], common: Mapping[str, Any]) -> None:
-    """Add the losses of a checkpoint to a state that is about to be loaded. All ranks call it.
+    """Add the losses of a checkpoint to a state that is about to be loaded. All ranks call this.
 
     Args:
         state: state to load, with the sharded states of the model's chunks.
@@ -240,7 +243,7 @@ def has_feedback() -> bool:
 
 
 def take(state: Mapping[str, Any]) -> bool:
-    """Take over the losses of the loaded checkpoint; return whether it has any."""
+    """Take over the losses of the loaded checkpoint. Return whether it has any."""
     global _loading
     loading, _loading = _loading, None
     if loading is None:
@@ -264,12 +267,12 @@ def _wanted(
     """Yield the tensors of a checkpoint that this rank loads for a box."""
     keys = [box.key] if box.key in saved else []
     if not any(box.copy):
-        # Copies of pipeline stages that no longer have a copy are loaded, too. Copies of
-        # tensor-parallel ranks equal the first copy, so they are not.
+        # Copies of pipeline stages are loaded even if the stage no longer has one. Copies of
+        # tensor-parallel ranks are not, because they equal the first copy.
         copies = [key for key in saved if key.startswith(box.name + _COPY)]
         keys += [key for key in copies if key not in present and _is_of_stage(key)]
     is_alike = not keys and box.copy[0] == 0 and box.name in saved
-    if is_alike:  # A tensor-parallel rank whose copy is new.
+    if is_alike:  # this tensor-parallel rank has a copy that the checkpoint lacks
         keys = [box.name]
     push, owed = box.push, box.push.owed
     weight = float(owed.pushers if owed.average else 1)
@@ -286,13 +289,13 @@ def _wanted(
             factor = 1.0 if owed.servers else weight
             wanted.append((box.of_servers(key, _blank(box)), factor, owed.servers))
         for tensor, factor, to_servers in wanted:
-            # Other ranks load this tensor, too.
+            # Other ranks load this tensor, too, so this rank's copy is marked as a further replica.
             loaded = replace(tensor, replica_id=1) if is_alike else tensor
             yield _LoadRequest(box=box, factor=factor, to_servers=to_servers), loaded
 
 
 def _is_of_stage(key: str) -> bool:
-    """Return whether a key belongs to the copy of a pipeline stage."""
+    """Return whether a key belongs to a pipeline stage's copy."""
     stage, *others = map(int, key.rpartition(_COPY)[2].split("."))
     return stage > 0 and not any(others)
 
@@ -304,9 +307,11 @@ def _blank(box: _Box) -> torch.Tensor:
 def _agreed(
     boxes: list[_Box], own: Mapping[str, _Owed | None]
 ) -> tuple[list[_Box], dict[str, _Owed]]:
-    """Return the boxes of parameters whose losses all ranks save in the same form, and that form.
+    """Return the boxes of parameters whose losses all ranks save in the same form. Also return that
+    form.
 
-    Tensor-parallel ranks may send the same parameter by different backends.
+    The form may differ, because tensor-parallel ranks may send the same parameter by different
+    backends.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, dict(own))
@@ -319,9 +324,9 @@ def _agreed(
 
 
 def _boxes(state: Mapping[str, Any]) -> tuple[list[_Box], dict[str, _Owed | None]]:
-    """Return the boxes that this rank pushes with feedback, and the form in which each parameter's
-    losses are saved (None: not saved). Of the ranks that push the same elements, only one returns
-    the form.
+    """Return the boxes that this rank pushes with feedback. Also return the form in which each
+    parameter's losses are saved (None: not saved). Of the ranks that push the same elements, only
+    one returns the form.
 
     Parameters whose saved parts are not contiguous are left out.
     """
@@ -357,8 +362,8 @@ def _cut(
     model_parameter: ShardedTensor | ShardedTensorFactory,
     axes: int,
 ) -> Iterator[_Box]:
-    """Yield boxes of a parameter (elements `first` to `last` of its bucket) for the pushed
-    elements."""
+    """Yield the boxes of a parameter that contain the pushed elements. In its bucket, the parameter
+    has elements `first` to `last`."""
     for part in push.parts:
         low, high = max(part[0], first), min(part[1], last)
         if low < high:
@@ -406,7 +411,7 @@ def _whole(bucket: _ParamAndGradBucket, index: int, owed: _Owed) -> _Push:
 
 
 def _pushes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> list[_Push]:
-    """Return the tensors in which this rank sends a bucket, if they travel in blocks with
+    """Return the tensors in which this rank sends a bucket. Empty unless they travel in blocks with
     feedback."""
     op: BucketOp = bucket.dpu_reduce_op
     is_alone = len(op.group) == 1 and not op.updated

@@ -1,12 +1,12 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Overlap of parameter pulls with the next forward pass.
+"""Overlaps pulls of parameters with the next forward pass.
 
-``--overlap-param-gather`` with ``--dpu-optimizer`` enables this overlap, as does
-``dpu_optimizer_overlap`` in a DDP config. A step then returns when the norm is known and the
-parameters are requested from the servers. Servers answer bucket by bucket, those of the first
-layers first, and a hook before each module's forward pass waits for the module's parameters. So
-links carry gradients during the backward pass and parameters during the forward pass.
+``--overlap-param-gather`` with ``--dpu-optimizer`` enables this overlap; in a DDP config
+``dpu_optimizer_overlap`` does. A step then returns when the norm is known and the parameters are
+requested from the servers. Servers answer bucket by bucket, those of the first layers first. A hook
+before each module's forward pass waits for the module's parameters. So links carry gradients during
+the backward pass and parameters during the forward pass.
 
 Code that reads parameters elsewhere must call ``wait_for_parameters`` of this package first.
 Saving, loading, ``state_dict()`` and the end of training do so.
@@ -35,8 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 def is_wanted(chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Return whether steps return while parameters are in flight. If this was requested but is
-    impossible, rank 0 logs the reason."""
+    """Return whether steps return while parameters are in flight. If the user has asked for this
+    but it is impossible, rank 0 logs the reason."""
     if not any(chunk.ddp_config.dpu_optimizer_overlap for chunk in chunks):
         return False
     obstacle = ""
@@ -74,9 +74,9 @@ def _lands_in_parameters(bucket: _ParamAndGradBucket) -> bool:
 def clip(*, overlaps: bool) -> str:
     """Return the ``clip`` mode of ``Speculation``.
 
-    Speculation pulls parameters while gradients are pushed, which saves time if servers have their
-    own links. If servers run on the workers' hosts, gradients alone keep both directions of a link
-    busy, and it is better to pull parameters during the forward pass.
+    Speculation pulls parameters while gradients are pushed. This saves time if servers have links
+    of their own. If servers run on the workers' hosts, gradients alone keep both directions of a
+    link busy, and parameters are better pulled during the forward pass.
     """
     return "wait" if overlaps and job.joined().network.servers.extra == 0 else "speculate"
 
@@ -97,7 +97,7 @@ def hook(
     buckets: Sequence[ServerBucket],
     machine: StepMachine,
 ) -> None:
-    """Make each module wait for its own parameters before its forward pass, and ``state_dict()``
+    """Make each module wait for its own parameters before its forward pass. ``state_dict()`` waits
     for all parameters."""
     bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.places}
     for module in (module for chunk in chunks for module in chunk.module.modules()):

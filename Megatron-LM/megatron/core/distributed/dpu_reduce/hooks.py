@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Hooks that Megatron calls; see the package's docstring for their rule."""
+"""Hooks that Megatron calls. The package's docstring has the rule for them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def initialize(args: Namespace | None = None) -> None:
-    """Start BytePS on this rank, once; torch.distributed is initialized. Blocks until all ranks
-    call it.
+    """Start BytePS on this rank, once. torch.distributed is initialized. Blocks until all ranks
+    call this.
 
     Args:
-        args: Megatron's arguments, whose flag decides; None: start BytePS in any case.
+        args: Megatron's arguments, which have the flag; None: start BytePS in any case.
 
     Raises:
         RuntimeError: BytePS is not installed, or its ranks differ from torch.distributed's.
@@ -71,8 +71,7 @@ def register(ddp: DistributedDataParallel) -> None:
 
 
 def reduces(bucket_group: _ParamAndGradBucketGroup) -> bool:
-    """Return whether BytePS sums the bucket group; otherwise Megatron issues its own
-    collectives."""
+    """Return whether BytePS sums the bucket group. If not, Megatron issues its own collectives."""
     if not bucket_group.ddp_config.use_dpu_reduce:
         return False
     return server_buckets.are_updated(bucket_group) or sums.goes_through_servers(bucket_group)
@@ -96,7 +95,7 @@ def outer_reduction(config: Any, group: torch.distributed.ProcessGroup) -> sums.
 
 def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a call that records a forward and backward pass in a CUDA graph, or replays it: see
-    :mod:`.sums`. ``model`` and ``forward_only`` are among its keywords."""
+    :mod:`.sums`. Its keywords include ``model`` and ``forward_only``."""
 
     @functools.wraps(call)
     def wrapped(self: object, *args: Any, **kwargs: Any) -> Any:
@@ -116,16 +115,17 @@ def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
 
 
 def make_server_optimizer(*arguments: Any) -> Any:
-    """Call :func:`.server_making.make_server_optimizer`; only if `keeps_optimizer`. The import is
-    here, because that module needs ``megatron.core``'s optimizers, which import this package."""
+    """Call :func:`.server_making.make_server_optimizer`; only valid if `keeps_optimizer`. That
+    module is imported here, because it needs ``megatron.core``'s optimizers, which import this
+    package."""
     from .server_making import make_server_optimizer as make
 
     return make(*arguments)
 
 
 def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
-    """Call before DDP zeroes its gradients. With ``dpu_optimizer``, if Megatron repeats a step,
-    servers may still be sending parameters into that memory.
+    """Prepare for DDP's zeroing of its gradients. With ``dpu_optimizer``, if Megatron repeats a
+    step, servers may still be sending parameters into that memory.
 
     Raises:
         byteps.torch.BytePSError: a rank or a server was lost.
@@ -137,12 +137,12 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
         from ...rerun_state_machine import RerunState, get_rerun_state_machine
 
         if get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
-            bytepslib.wire.feedback.drop()  # The losses belong to gradients that are computed anew.
+            bytepslib.wire.feedback.drop()  # the gradients are computed anew
 
 
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
-    """Add the form of the servers' state to a checkpoint's metadata, before it is saved or loaded.
-    Drops rounding losses if the checkpoint format cannot hold them."""
+    """Add the form of the servers' state to the metadata of a checkpoint that is saved or loaded
+    next. Drop rounding losses if the checkpoint format cannot hold them."""
     if args.ckpt_format != "torch_dist":
         _forget_lost(args)
     if getattr(args, "dpu_optimizer", False):
@@ -154,14 +154,15 @@ def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
 
 
 def save_feedback(args: Namespace, state: dict[str, Any]) -> None:
-    """Add rounding losses to a state that is about to be saved: see :mod:`.feedback_state`. If the
-    checkpoint cannot hold the losses, drop them, so that this job computes the same bits as a
+    """Add rounding losses to a state that is about to be saved: see :mod:`.feedback_state`. Drop
+    the losses if the checkpoint cannot hold them, so that this job computes the same bits as a
     resumed one."""
     if getattr(args, "dpu_reduce_wire_dtype", None) not in FEW_BITS:
         return
     if args.no_save_optim or job.replicas() > 1:
         return _forget_lost(args)
-    from .feedback_state import save  # From megatron.core, which imports this package.
+    # The import is here, because megatron.core imports this package.
+    from .feedback_state import save
 
     save(state, per_rank=getattr(args, "dpu_feedback_per_rank", False))
 
@@ -170,7 +171,7 @@ def ask_for_feedback(
     args: Namespace, state: dict[str, Any], common: Mapping[str, Any] | None
 ) -> None:
     """Request rounding losses from a checkpoint that is about to be loaded. `common`: common part
-    of the checkpoint, or None if there is no checkpoint."""
+    of the checkpoint; None without a checkpoint."""
     if common is None or not _resumes_feedback(args) or job.replicas() > 1:
         return
     from .feedback_state import ask
@@ -179,11 +180,12 @@ def ask_for_feedback(
 
 
 def state_is_loaded(args: Namespace, state: dict[str, Any]) -> None:
-    """Take over rounding losses from a loaded state, or drop them. With
+    """Take over the rounding losses of a loaded state, or drop them. With
     ``--use-checkpoint-opt_param-scheduler`` the optimizer on the servers also takes its rates from
     that state."""
     if getattr(args, "dpu_optimizer", False) and args.use_checkpoint_opt_param_scheduler:
-        from .server_checkpoint import keep_rates  # From megatron.core, which imports this package.
+        # The import is here, because megatron.core imports this package.
+        from .server_checkpoint import keep_rates
 
         keep_rates(state.get("optimizer"))
     _forget_lost(args)
@@ -207,8 +209,8 @@ def _resumes_feedback(args: Namespace) -> bool:
 def step_ended(
     args: Namespace, successful: bool, model: Sequence[Any] = (), optimizer: Any = None
 ) -> None:
-    """Handle the end of a step. If it was skipped on all ranks, drop rounding losses, which belong
-    to discarded gradients. Replicas with local steps may exchange."""
+    """Handle the end of a step. If all ranks have skipped it, drop rounding losses, because they
+    belong to discarded gradients. Replicas with local steps may exchange."""
     if not successful:
         _forget_lost(args)
     if job.replicas() > 1:
@@ -216,14 +218,14 @@ def step_ended(
 
 
 def replicas_of(args: Namespace) -> int:
-    """Return the number of replicas; each has an equal part of the data-parallel ranks."""
+    """Return the number of replicas. Each has an equal part of the data-parallel ranks."""
     return job.replicas_of(args)
 
 
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """Prepare for the first step. Call this when model and optimizer have their initial values or
-    those of a checkpoint. Replicas then begin together (:func:`.outer_steps.begin`). From now on
-    SIGTERM makes this replica leave the job."""
+    """Prepare for the first step. Model and optimizer already have their initial values, or those
+    of a checkpoint. Replicas then begin together (:func:`.outer_steps.begin`). From now on SIGTERM
+    makes this replica leave the job."""
     if getattr(args, "use_dpu_reduce", False):
         step_log.begin(args)
     if job.replicas() == 1:
@@ -244,7 +246,7 @@ def leaves_out_step(
 
 def serialize_dataset_builds(build: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function that builds datasets and caches their indices in files. Replica 0 builds
-    first; the other replicas, which may share the files, then read them."""
+    first. Then the other replicas, which may share the files, read them."""
 
     @functools.wraps(build)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -263,8 +265,8 @@ def serialize_dataset_builds(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:
-    """Sum a few numbers over replicas, after data-parallel ranks of this replica have summed them:
-    see :func:`.job.sum_over_replicas`."""
+    """Sum a few numbers over replicas: see :func:`.job.sum_over_replicas`. Data-parallel ranks of
+    this replica have summed them before."""
     return job.sum_over_replicas(tensor, what, always=always)
 
 
@@ -274,8 +276,8 @@ def agreed_norm(norm: Any) -> Any:
 
 
 def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Average a few numbers over replicas, after data-parallel ranks of this replica have averaged
-    them: see :func:`.job.mean_over_replicas`."""
+    """Average a few numbers over replicas: see :func:`.job.mean_over_replicas`. Data-parallel ranks
+    of this replica have averaged them before."""
     return job.mean_over_replicas(tensor, what)
 
 
@@ -284,7 +286,8 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
     Args:
         received: for each rank of this replica, whether it received the signal. With replicas, the
-            job ends if all replicas received it; otherwise only replicas that received it leave.
+            job ends if all replicas received it. Otherwise only the replicas that received it
+            leave.
     """
     any_received = any(received)
     if job.replicas() == 1 or not outer_steps.meets(args):
@@ -293,8 +296,9 @@ def told_to_end(args: Namespace, received: Iterable[Any]) -> bool:
 
 
 def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a non-zero flag if any rank of any replica wants to end the job. At iterations after
-    which replicas do not meet, they do not agree, and the result is 0. `flag` is changed in place.
+    """Return a non-zero flag if any rank of any replica wants to end the job. The result is 0 at
+    iterations after which replicas do not meet, because they cannot agree then. `flag` is changed
+    in place.
     """
     if job.replicas() == 1:
         return flag
@@ -304,7 +308,7 @@ def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tenso
 
 
 def saved_once(save: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a function that saves a checkpoint, so that only one replica saves. See
+    """Decorate a function that saves a checkpoint. Only one replica then saves: see
     :mod:`.saves`."""
 
     @functools.wraps(save)
@@ -324,7 +328,7 @@ def saved_once(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def saves_are_written() -> None:
-    """Check, at the end of training, that this process's checkpoints were written: see
+    """Check at the end of training that this process's checkpoints were written: see
     :mod:`.saves`."""
     if job.replicas() > 1:
         saves.demand_written()
@@ -337,8 +341,8 @@ def write_metrics(args: Namespace, iteration: int, writer: Any, wandb_writer: An
 
 
 def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """Join a running job, if this replica is late, before datasets are built: see
-    :func:`.replica_changes.join`."""
+    """Join a running job, if this replica is late: see :func:`.replica_changes.join`. Datasets are
+    built afterwards."""
     if job.replicas() > 1:
         replica_changes.join(args, model, optimizer, scheduler)
 
@@ -351,7 +355,7 @@ def iteration_ended(
     iteration: int,
     operations: float,
 ) -> None:
-    """Call after each iteration: see :func:`.replica_changes.change_replicas`."""
+    """Handle the end of an iteration: see :func:`.replica_changes.change_replicas`."""
     if job.replicas() == 1:
         return
     replica_changes.change_replicas(args, model, optimizer, scheduler, iteration, operations)
@@ -365,8 +369,9 @@ def _forget_lost(args: Namespace) -> None:
 
 
 def wait_for_parameters() -> None:
-    """With ``dpu_optimizer_overlap``: block until models have all parameters of the last step.
-    Custom training loops call this before they read parameters outside a forward pass.
+    """Block until models have all parameters of the last step. Needed with
+    ``dpu_optimizer_overlap``: custom training loops call this before they read parameters outside a
+    forward pass.
 
     Raises:
         byteps.torch.BytePSError: parameters did not arrive.
@@ -379,10 +384,10 @@ def wait_for_parameters() -> None:
 
 def shutdown(args: Namespace | None = None) -> None:
     """Leave the BytePS job at the end of training, if this process is in it. Does not wait for
-    other ranks. Safe to call more than once, and if BytePS was never started.
+    other ranks. May be called more than once, and if BytePS was never started.
 
     Args:
-        args: Megatron's arguments, whose flag decides; None: leave in any case.
+        args: Megatron's arguments, which have the flag; None: leave in any case.
     """
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return

@@ -3,10 +3,10 @@
 """The job that this rank has joined: its hosts, links and replicas.
 
 Each replica has its own torch.distributed world with all parallel groups, and replicas meet only at
-the servers. Megatron reduces over the data-parallel ranks of its replica, then this package reduces
+the servers. Megatron reduces over the data-parallel ranks of its replica. Then this package reduces
 over replicas: gradients by their bucket's operation, a few numbers by :func:`sum_over_replicas`.
 BytePS ranks of replica r begin at r times the replica's world size. A rank's peers are the ranks
-with the same index in each replica; they hold the same parameters.
+with the same index in each replica. They hold the same parameters.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _count = 1
 """Number of replicas."""
 _peers: tuple[int, ...] = ()
 _each_step = True
-"""Whether replicas sum the gradients of each step. If not, each replica makes its own steps."""
+"""Whether replicas sum the gradients of each step. Otherwise each replica makes its own steps."""
 _scaled: weakref.WeakSet[_ParamAndGradBucket] = weakref.WeakSet()
-"""Buckets whose gradients are also divided by the number of replicas. Weak: models may be
-deleted."""
+"""Buckets whose gradients are also divided by the number of replicas. The references are weak,
+because models may be deleted."""
 _size_counts_replicas = False
-"""Whether the arguments' data-parallel size includes the ranks of all replicas."""
+"""Whether the data-parallel size in the arguments includes the ranks of all replicas."""
 
 
 def initialize(quorum: str | None = None) -> None:
-    """Start BytePS on this rank; later calls do nothing. Blocks until all ranks call it.
+    """Start BytePS on this rank. Later calls do nothing. Blocks until all ranks call this.
 
     torch.distributed must be initialized: its ranks are the BytePS workers.
 
@@ -74,7 +74,7 @@ def initialize(quorum: str | None = None) -> None:
         )
     if _job is None:
         met = bytepslib.world.meet(_gathered)
-        # With replicas, a replica takes the role of a host: its ranks sum among themselves first.
+        # A replica takes the role of a host: its ranks sum among themselves first.
         places = tuple(rank // size for rank in range(size * count))
         _job = met if count == 1 else replace(met, hosts=places, measures=False)
         _count, _each_step = count, True
@@ -83,14 +83,14 @@ def initialize(quorum: str | None = None) -> None:
 
 
 def forget() -> None:
-    """Reset, so that ranks exchange everything again when BytePS is restarted."""
+    """Reset. Ranks exchange everything again when BytePS is restarted."""
     global _count, _each_step, _job, _size_counts_replicas
     _job, _count, _each_step, _size_counts_replicas = None, 1, True, False
     _scaled.clear()
 
 
 def joined() -> Job:
-    """Return the values that ranks have exchanged. Call this only after :func:`initialize`."""
+    """Return the values that ranks have exchanged. Call :func:`initialize` before."""
     assert _job is not None
     return _job
 
@@ -101,8 +101,7 @@ def rank() -> int:
 
 
 def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
-    """Return the workers that reduce a group's gradients, in the group's order, for all
-    replicas."""
+    """Return the workers of all replicas that reduce a group's gradients, in the group's order."""
     if replicas() == 1:
         return tuple(torch.distributed.get_process_group_ranks(group))
     size = torch.distributed.get_world_size()
@@ -148,7 +147,7 @@ def demand_arguments() -> None:
     """Check that Megatron's arguments take the number of replicas into account.
 
     Raises:
-        ValueError: there are several replicas, but the arguments ignore them: batch sizes and
+        ValueError: there are several replicas, but the arguments ignore them. Batch sizes and
             learning rate would be those of a single replica, and all replicas would read the same
             samples.
     """
@@ -178,7 +177,7 @@ def sums_gradients() -> bool:
 
 
 def leave_each_other() -> None:
-    """Make each replica step on its own from the next step on."""
+    """Make each replica step on its own, from the next step on."""
     global _each_step
     if not _each_step:
         return
@@ -188,8 +187,8 @@ def leave_each_other() -> None:
 
 
 def divide_gradients(ddp: DistributedDataParallel, buckets: Sequence[_ParamAndGradBucket]) -> None:
-    """Make Megatron divide gradients by the data-parallel ranks of all replicas, if it divides
-    before summing. (Otherwise the sum is an average already, or the tokens of all replicas are
+    """If Megatron divides gradients before it sums them, make it divide by the data-parallel ranks
+    of all replicas. (Otherwise the sum is an average already, or the tokens of all replicas are
     counted.)"""
     if _count == 1 or ddp.config.calculate_per_token_loss or ddp.ddp_config.average_in_collective:
         return
@@ -199,12 +198,13 @@ def divide_gradients(ddp: DistributedDataParallel, buckets: Sequence[_ParamAndGr
 
 
 def peers() -> tuple[int, ...]:
-    """Return the BytePS ranks with this rank's index in each replica."""
+    """Return the BytePS ranks that have this rank's index in each replica."""
     return _peers
 
 
 def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:
-    """Sum a few numbers over replicas, in place, if gradients are summed over replicas too.
+    """Sum a few numbers over replicas, in place. Do nothing if gradients are not summed over
+    replicas.
 
     Args:
         tensor: any type; integers up to 2**53 are summed exactly.
@@ -225,7 +225,7 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
             average=False,
             name=f"replicas/{what}/{total.numel()}",
             group=peers(),
-            in_order=True,  # Gives the same bits on all peers, and in each run.
+            in_order=True,  # the order gives the same bits on all peers, and in each run
         )
         bps.synchronize(handle)
         tensor.copy_(total.view(tensor.shape).to(tensor.dtype))
@@ -235,7 +235,7 @@ def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) 
 def all_want(wanted: bool, what: str) -> bool:
     """Return whether all present replicas want something; see :func:`sum_over_replicas`."""
     wishes = sum_over_replicas(torch.tensor([float(wanted)]), what, always=True)
-    # If replicas are absent, the sum is scaled up. But if a present replica does not wish this, the
+    # The sum is scaled up if replicas are absent. But if a present replica does not wish this, the
     # sum is still smaller by at least 1.
     return bool(wishes.item() > _count - 0.5)
 
@@ -250,8 +250,8 @@ def mean_over_replicas(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 def agreed(value: Any) -> Any:
     """Return the mean over replicas of a number that each replica has computed from the same
-    gradients. The mean is bit-identical on all replicas, even if their collectives add in different
-    orders. A tensor is changed in place."""
+    gradients. The mean has the same bits on all replicas, even if their collectives add in
+    different orders. A tensor is changed in place."""
     if isinstance(value, torch.Tensor):
         return mean_over_replicas(value, "norm")
     if _count == 1 or not _each_step:
@@ -272,8 +272,8 @@ def replicas_are_alike(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def saved_buffers(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield buffers that are part of a checkpoint. Such buffers are trained (biases of routers, for
-    example); other buffers are scratch memory of a step."""
+    """Yield the buffers that are part of a checkpoint. These are trained, such as biases of
+    routers; other buffers are scratch memory of a step."""
     for chunk in model:
         for module in chunk.modules():
             for name, buffer in module.named_buffers(recurse=False):

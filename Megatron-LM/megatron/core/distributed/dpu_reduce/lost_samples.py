@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Samples on which no replica has trained: logged once, and written next to the checkpoints."""
+"""Logs samples on which no replica has trained, once, and writes them next to the checkpoints."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ import torch
 from . import bytepslib, job
 
 _reported: set[int] = set()
-"""Replicas whose loss this process has logged. A replica that is back is removed."""
+"""Replicas whose loss this process has logged. A replica that comes back is removed."""
 _reported_until: int | None = None
 """Number of consumed samples up to which losses were logged; None before the first step."""
 
 
 def begin(args: Namespace) -> None:
-    """Begin at the current sample, when this replica joins: the other replicas have logged earlier
+    """Begin at the current sample when this replica joins. The other replicas have logged earlier
     losses."""
     global _reported_until
     _reported_until = args.consumed_train_samples
 
 
 def take_missing() -> set[int]:
-    """Return the replicas that were missing, since the last call, in a sum of any rank of this
-    replica."""
+    """Return the replicas that a sum of any rank of this replica has lacked since the last call."""
     missing = bytepslib.members.take_missing()
     flags = job.most_inside([int(replica in missing) for replica in range(job.replicas())])
     return {replica for replica, flag in enumerate(flags) if flag}
 
 
 def tell(args: Namespace, missing: Set[int], present: Sequence[bool]) -> None:
-    """Log a line for each lost replica, and write a line to a file for each step that lacks its
-    samples.
+    """Log a line for each lost replica. For each step that lacks its samples, write a line to a
+    file.
 
     Args:
-        missing: replicas that were missing in the steps' sums since the last call.
+        missing: replicas that sums of steps have lacked since the last call.
         present: whether each replica is there now.
     """
     global _reported_until
@@ -78,7 +77,7 @@ _FILE = "dpu_lost_samples.jsonl"
 def record(
     folder: str | None, iteration: int, first: int, samples: int, missing: Sequence[int]
 ) -> None:
-    """Add a line to the file in the checkpoints' folder; do nothing without a folder.
+    """Add a line to the file in the checkpoints' folder. Do nothing without a folder.
 
     Args:
         folder: folder of the checkpoints.

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-outer STEPS[,NAME=VALUE...]``: when and how replicas exchange parameters."""
+"""Settings of ``--dpu-outer STEPS[,NAME=VALUE...]``: when and how replicas exchange parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """Exchanges between replicas that step on their own."""
+    """Settings of exchanges between replicas that step on their own."""
 
     steps: int = 1
     """Steps between two exchanges. 1: gradients are summed in each step."""
@@ -24,7 +24,7 @@ class Outer:
     delay: int = 0
     """Number of steps that replicas may make while an exchange is in flight."""
     fragments: int = 1
-    """Number of parts of the model, which are exchanged at different steps."""
+    """Number of parts of the model, each of which is exchanged at other steps."""
 
 
 NAMES = tuple(field.name for field in fields(Outer) if field.name != "steps")

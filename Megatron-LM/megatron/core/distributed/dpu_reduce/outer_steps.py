@@ -1,16 +1,17 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-outer``: replicas step on their own, and exchange parameters once in many steps.
+"""Local steps (``--dpu-outer``): replicas step on their own, and exchange parameters once in many
+steps.
 
-Replicas exchange the fp32 parameters that the inner optimizers step. A rank exchanges the
+Replicas exchange the fp32 parameters that the inner optimizers step. Each rank exchanges the
 parameters that it owns, possibly none. Saved buffers (biases of routers, for example) are averaged
 over replicas at the same time. :mod:`byteps.torch.diloco` does the arithmetic. The number of steps
 is saved, so that a resumed job exchanges at the same steps as an uninterrupted job. Everything is
 exchanged before a checkpoint is saved, so that all replicas have the saved model.
 
-When ``--dpu-quorum`` replicas have reached an exchange, a slower replica skips its remaining steps:
-it reads past the samples of these steps, and exchanges the result of fewer steps. Until the next
-exchange it plans as many steps as it had time for. It plans one step more after it has waited
+When ``--dpu-quorum`` replicas have reached an exchange, a slower replica skips its remaining steps.
+It reads past the samples of these steps, and exchanges the result of fewer steps. Until the next
+exchange it plans as many steps as it had time for. It plans one step more if it had to wait for
 longer than a step takes, and from time to time as a trial. So a slow replica stays in the job, and
 costs the other replicas little.
 """
@@ -33,13 +34,13 @@ _running: OuterSteps | None = None
 
 
 class OuterSteps:
-    """The exchanges of this rank's parameters, from the first local step on."""
+    """Exchanges of this rank's parameters, from the first local step on."""
 
     def __init__(
         self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int, joins: bool = False
     ) -> None:
-        """`done`: number of local steps that were made before a resumed job. `joins`: this replica
-        copies the state of another replica, so parameters are not compared."""
+        """`done`: number of local steps made before; more than 0 in a resumed job. `joins`: whether
+        this replica copies the state of another one, so that parameters are not compared."""
         self._model, self._optimizers = model, list(inner(optimizer))
         self.done = done
         """Number of local steps made. This object counts them, because a rank may own no exchanged
@@ -84,7 +85,8 @@ class OuterSteps:
         job.leave_each_other()
 
     def step(self) -> bool:
-        """Count an iteration; return whether an exchange has begun, the same on all ranks."""
+        """Count an iteration. Return whether an exchange has begun; the result is the same on all
+        ranks."""
         self.done += 1
         changed = False
         for part in self._parts:
@@ -100,7 +102,7 @@ class OuterSteps:
         self._to_model()
 
     def end(self) -> None:
-        """Finish the exchanges in flight. This replica makes no more steps."""
+        """Finish the exchanges in flight, after which this replica makes no more steps."""
         for part in self._parts:
             part.end()
 
@@ -152,7 +154,7 @@ def forget() -> None:
 
 
 def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """Set up at the start of training, new or from a checkpoint.
+    """Set up local steps when training starts, anew or from a checkpoint.
 
     Raises:
         RuntimeError: replicas begin with different parameters.
@@ -177,7 +179,7 @@ def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> 
     """
     if _running is not None:
         return _running.step()
-    # The current iteration may be one of --iterations-to-skip.
+    # The iteration may be one of --iterations-to-skip.
     outer = outer_settings.parse(args.dpu_outer)
     if outer.steps > 1 and args.curr_iteration + 1 >= outer.after:
         _leave_each_other(args, model, optimizer)
@@ -226,14 +228,14 @@ def done() -> int:
 
 
 def joined(args: Namespace, model: Sequence[Any], optimizer: Any, steps: int) -> None:
-    """Start after joining other replicas, which have made `steps` local steps (`done`)."""
+    """Start after joining other replicas, which have made `steps` local steps."""
     global _running
     if steps >= 0:
         _running = OuterSteps(args, model, optimizer, steps, joins=True)
 
 
 def tensors() -> list[torch.Tensor]:
-    """Return the outer state of this rank; empty if gradients are summed in each step."""
+    """Return the outer state of this rank. Empty if gradients are summed in each step."""
     return [] if _running is None else _running.tensors()
 
 
@@ -250,7 +252,7 @@ def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, don
 
 
 def meets(args: Namespace) -> bool:
-    """Return whether replicas meet after this iteration, so that they can agree on something."""
+    """Return whether replicas meet after this iteration. Only then can they agree on something."""
     return _running is None or _running.done % outer_settings.parse(args.dpu_outer).steps == 0
 
 
@@ -265,7 +267,7 @@ def before_save(model: Sequence[Any]) -> None:
 
 
 def save(args: Namespace, iteration: int) -> None:
-    """Save this rank's outer state next to the checkpoint that this replica saves."""
+    """Save this rank's outer state next to the checkpoint, which this replica saves."""
     if _running is not None:
         _running.save(_path(args.save, iteration))
 
@@ -288,16 +290,17 @@ def _path(folder: str | None, iteration: int) -> str:
     return os.path.join(folder or "", "dpu_outer", f"iter_{iteration:07d}", f"rank_{rank:05d}.pt")
 
 
-# Steps that a slow replica skips, so that others do not wait for it.
+# Steps that a slow replica skips, so that the others do not wait for it.
 
 
 _TRY_AFTER = 8
-"""Number of exchanges without a wait after which the replica tries one more step."""
+"""Number of exchanges without a wait after which a slow replica tries one more step."""
 
 
 @dataclass
 class _Pace:
-    """Progress of this replica between two exchanges; the same on all of its ranks."""
+    """Progress of this replica between two exchanges. It is the same on all ranks of the
+    replica."""
 
     computed: int = 0
     """Number of steps since the last exchange began."""
@@ -306,15 +309,16 @@ class _Pace:
     awaited: bool = False
     """Whether other replicas have waited for this one since the last exchange began."""
     quiet: int = 0
-    """Number of exchanges without a wait since `most` changed."""
+    """Number of exchanges without a wait since `most` has changed."""
     began: float = 0.0
     """Start time of the last computed step."""
     step_s: float = 0.0
     """Duration of the shortest step, in seconds."""
     had_time: bool = False
-    """Whether this rank waited longer than a step in the last exchange."""
+    """Whether this rank waited for longer than a step in the last exchange."""
     since: tuple[int, int] | None = None
-    """First skipped iteration that was not logged yet, and its first sample."""
+    """First skipped iteration that was not logged yet, and its first sample; None: there is
+    none."""
 
 
 _pace = _Pace()
@@ -354,7 +358,7 @@ def leaves_out(
     for one in _iterators(data):
         for _ in range(microbatches):
             next(one)
-        if hasattr(one, "advance"):  # Drops batches kept for a repeated step.
+        if hasattr(one, "advance"):  # advance() drops batches that were kept for a repeated step
             one.advance()
     samples = microbatches * args.micro_batch_size * args.data_parallel_size
     scheduler.step(increment=samples * getattr(args, "gtp_weight_remat_size", 1))
@@ -385,8 +389,8 @@ def _iterators(data: Any) -> Iterator[Any]:
 
 
 def _agree() -> tuple[bool, bool]:
-    """Return whether other replicas wait for an exchange of any rank of this replica, and whether
-    all ranks of this replica waited for others in the last exchange."""
+    """Return whether any replica waits for an exchange of this one, and whether all ranks of this
+    replica had to wait for others in the last exchange."""
     awaited = any(is_of_exchange(name) for name in bytepslib.members.awaited())
     flags = torch.tensor([int(awaited), int(not _pace.had_time)])
     _pace.had_time = False
@@ -398,7 +402,7 @@ def _agree() -> tuple[bool, bool]:
 
 
 def _tell(args: Namespace, iteration: int, sample: int) -> None:
-    """Log and record the steps skipped before this iteration and sample, if any."""
+    """Log and record the steps that were skipped before this iteration and sample."""
     if _pace.since is None:
         return
     (first, begin), _pace.since = _pace.since, None

@@ -1,9 +1,9 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Sizes and layout of a job from its arguments, parsed as Megatron does, without a GPU.
+"""Computes sizes and layout of a job from its arguments, which Megatron parses, without a GPU.
 
-Counts the parameters of a rank of a GPT or hybrid model: matrices, biases, norms, and the other
-parameters of Mamba layers, for the pipeline stage with the most parameters. No model is built.
+It counts the parameters of a rank of a GPT or hybrid model, for the pipeline stage with the most
+parameters: matrices, biases, norms, and the other parameters of Mamba layers. No model is built.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Count:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Number of parameters of a module before it is split."""
+    """Number of parameters of a module before it is split over ranks."""
 
     split: float = 0.0
     """Parameters that are split over tensor-parallel ranks."""
@@ -61,7 +61,7 @@ class _Part:
 
 
 def count(model: Any) -> Count:
-    """Count the parameters of a rank.
+    """Count the parameters of the rank with the most parameters.
 
     Args:
         model: Megatron's arguments, or a TransformerConfig with ``vocab_size`` and
@@ -103,12 +103,12 @@ def count(model: Any) -> Count:
 
 
 def _kinds(model: Any) -> list[str]:
-    """Return the kind of each layer. An attention followed by an MLP counts as two layers."""
+    """Return the kind of each layer. An attention and the MLP after it count as two layers."""
     pattern = getattr(model, "hybrid_layer_pattern", None) or getattr(
         model, "hybrid_override_pattern", None
     )
     if pattern:
-        # Heads for multi-token prediction follow a slash; `|` separates stages.
+        # Heads for multi-token prediction follow a slash. `|` separates stages.
         main = pattern.split("/")[0].replace("|", "")
         return [_MAMBA if kind in "GD" else kind for kind in re.sub(r"[^MGD*E-]", "", main)]
     kinds = []
@@ -128,7 +128,7 @@ def _moe_layers(model: Any) -> list[bool]:
 
 
 def _split(kinds: Sequence[str], stages: int) -> list[Sequence[str]]:
-    """Split layers over stages as evenly as possible; each attention stays with its MLP."""
+    """Split layers over stages as evenly as possible. Each attention stays with its MLP."""
     size = math.ceil(len(kinds) / stages)
     size += size % 2 if kinds and kinds[0] == _ATTENTION else 0
     return [kinds[first : first + size] for first in range(0, stages * size, size)]
@@ -219,15 +219,15 @@ def _mamba(model: Any) -> _Part:
     heads = model.mamba_num_heads or 2 * hidden // model.mamba_head_dim
     inner = heads * model.mamba_head_dim
     convolved = inner + 2 * groups * state
-    # The input projection has two parts of `inner`, states and steps. Then a convolution of width
-    # 4, three values per head, and the norm before the output projection.
+    # The input projection has two parts of `inner`, and states and steps. Then come a convolution
+    # of width 4, three values per head, and the norm before the output projection.
     split = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
     return _Part(split=split + 5.0 * convolved + 3 * heads + inner, whole=_norm(model))
 
 
 def _next_tokens(model: Any, layers: dict[str, _Part], kinds: Sequence[str]) -> _Part:
-    """Count the heads of multi-token prediction: two norms, a projection of two hidden states into
-    one, a layer like the last layer, and a norm."""
+    """Count the heads of multi-token prediction. Each has two norms, a projection of two hidden
+    states into one, a layer like the last one, and a norm."""
     heads = getattr(model, "mtp_num_layers", None) or 0
     if not heads:
         return _Part()
@@ -282,11 +282,12 @@ class Parallelism:
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
-    """Tensor parallelism of experts; None: the same as elsewhere."""
+    """Tensor parallelism of experts; None: that of other layers."""
     experts: int = 0
     """Number of experts per layer; 0: none."""
     pipeline_last: bool = True
-    """Whether ranks of a stage are neighbours: without ``--use-tp-pp-dp-mapping``."""
+    """Whether the ranks of a pipeline stage are neighbours, as without
+    ``--use-tp-pp-dp-mapping``."""
     weight_shards: int = 1
     """Number of ranks that each hold a part of a tensor-parallel weight."""
     expert_weight_shards: int = 1
@@ -310,8 +311,8 @@ class Parallelism:
         return tensor * self.pipeline * self.expert * self.expert_weight_shards
 
     def groups(self, kind: str) -> list[list[int]]:
-        """Return the ranks of each data-parallel group (including context parallelism) of dense or
-        expert gradients."""
+        """Return the ranks of each data-parallel group (including context parallelism). `kind`:
+        "dense" or "expert" gradients."""
         from ... import parallel_state
 
         is_dense = kind == "dense"
@@ -340,21 +341,21 @@ class Parallelism:
         return self.experts > 0 and (self.expert > 1 or tensor != self.tensor)
 
     def by_host(self, kind: str, gpus_per_host: int) -> Mapping[tuple[int, ...], float]:
-        """Return the host of each member of a group, with the number of groups that have the same
-        hosts."""
+        """Return the host of each member of a group. Each value is the number of groups that have
+        the same hosts."""
         return Counter(
             tuple(rank // gpus_per_host for rank in ranks) for ranks in self.groups(kind)
         )
 
 
-# Megatron's own parsing and validation of arguments, on a machine without a GPU.
+# Parsing and validation of arguments by Megatron itself, on a machine without a GPU.
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class NotMegatrons(Exception):
-    """Raised if Megatron rejects the arguments; the text is Megatron's."""
+    """Megatron rejects the arguments. The text is Megatron's."""
 
 
 def parse(
@@ -366,8 +367,8 @@ def parse(
 ) -> Namespace:
     """Parse, validate and derive the arguments of a training script as Megatron does.
 
-    Queries of the machine are answered as with a GPU and the newest Transformer Engine. Arguments
-    that Megatron does not know are assumed to be the script's.
+    Questions about the machine are answered as with a GPU and the newest Transformer Engine.
+    Arguments that Megatron does not know are assumed to be the script's.
 
     Args:
         words: the command line without the script.
@@ -387,8 +388,8 @@ def parse(
             return _parse(words, {**variables, **more}, architecture)
         except NotMegatrons as error:
             reasons.append(error)
-    # The errors may differ. An error about CUDA_DEVICE_MAX_CONNECTIONS is the last choice: the
-    # other attempt has passed that check.
+    # The two attempts may give different errors. An error about CUDA_DEVICE_MAX_CONNECTIONS is the
+    # last choice, because the other attempt has passed that check.
     raise next((reason for reason in reasons if _CONNECTIONS not in str(reason)), reasons[0])
 
 
@@ -399,7 +400,8 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
         stack.enter_context(mock.patch.object(sys, "argv", ["check", *words]))
-        with contextlib.suppress(ImportError):  # patched without the part for CPUs
+        # A Megatron that was patched without the part for CPUs lacks this module.
+        with contextlib.suppress(ImportError):
             from megatron.training import cpu_platform
 
             stack.enter_context(mock.patch.object(cpu_platform, "is_wanted", lambda: False))
@@ -425,8 +427,8 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
 
 
 def _answers(architecture: int) -> dict[str, Any]:
-    """Return functions to use in Megatron's check of arguments, by the name of the function that
-    each replaces. The replaced functions ask for this machine's GPU and packages."""
+    """Return functions that replace functions of Megatron in its check of arguments, by name. The
+    replaced ones ask for this machine's GPU and packages."""
     answers: dict[str, Any] = {"get_device_arch_version": lambda: architecture}
     if importlib.util.find_spec("transformer_engine") is None:
         answers["is_te_min_version"] = lambda *_, **__: True
@@ -462,8 +464,8 @@ def _no_warnings() -> Iterator[None]:
 
 
 def _pad_vocabulary(args: Namespace) -> None:
-    """Set the padded vocabulary size. Megatron computes it from the tokenizer, which is not read
-    here."""
+    """Set the padded vocabulary size. Megatron would compute it from the tokenizer, which is not
+    read here."""
     if getattr(args, "padded_vocab_size", None) is None and getattr(args, "vocab_size", None):
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

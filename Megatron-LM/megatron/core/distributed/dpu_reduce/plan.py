@@ -1,6 +1,7 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Plans a DDP when it is built: gives each bucket its operation, and declares it to the servers."""
+"""Plans a DDP when it is built: gives each bucket its operation, and declares the bucket to the
+servers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
-    """Declare all sums with one message per server, so that the first step need not declare them.
+    """Declare all sums with one message per server, so that the first step does not have to.
 
     Raises:
         byteps.torch.BytePSError: a server does not answer, or members disagree about a bucket.
@@ -46,8 +47,8 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
         grads = bucket.grad_data
         if op.route == bytepslib.routes.COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
             continue
-        # Only sums of every step are declared here. If the optimizer shards a bucket, the whole
-        # bucket is rarely summed, and its first sum declares it.
+        # Only sums of every step are declared here. A bucket that the optimizer shards is rarely
+        # summed as a whole, so the first such sum declares it.
         if op.bf16_part is not None:
             declarations.append(op.bf16_part.declaration(op, grads, average=average))
         sums = op.node_shards or op.node_whole
@@ -180,7 +181,7 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
-    # The server optimizer declares the other buckets, with their update rule.
+    # The server optimizer declares the updated buckets, with their update rule.
     summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
     for bucket in summed:
         bucket.dpu_reduce_op.give_back_with(ddp, bucket.grad_data)
@@ -214,10 +215,10 @@ def _kinds(
 
 
 def _wait_for_collectives_alone(groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-    """Adjust waits between bucket groups. With ``reduce_scatter_with_fp32_accumulation`` a bucket
-    group waits for the group before it, because the all-to-all of that group holds memory as large
-    as its bucket. A sum through servers holds no such memory, so a wait for it at this point would
-    be too early."""
+    """Adjust the waits of bucket groups for each other. With
+    ``reduce_scatter_with_fp32_accumulation`` a bucket group waits for the previous one, because the
+    all-to-all of that group holds memory as large as its bucket. A sum through servers holds no
+    such memory, so the group need not wait for it yet."""
     before: _ParamAndGradBucketGroup | None = None
     for group in groups:
         linked = group.previous_grad_reduce_bucket_group is not None
@@ -271,7 +272,7 @@ def _register_buffer(
             bf16_part = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)
             if (
                 op.updated and bf16_part is not None
-            ):  # These parameters are pulled in their own type.
+            ):  # parameters whose gradients are kept as bf16 are pulled in their own type
                 bf16_part = replace(bf16_part, itemsize=buffer.param_dtype.itemsize)
             op = replace(op, bf16_part=bf16_part)
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)
@@ -280,8 +281,8 @@ def _register_buffer(
 def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
-    """Return the operation with its placement on the servers and, with the node-first route, its
-    sums inside the host."""
+    """Return the operation with its placement on the servers. With the node-first route it also
+    gets its sums inside the host."""
     bps, routes = bytepslib.byteps, bytepslib.routes
     elements = bucket.grad_data.numel()
     if op.route == routes.COLLECTIVE or elements == 0:
@@ -301,7 +302,7 @@ def _placed(
 
 
 def _chunk_index(module: torch.nn.Module) -> int:
-    """Return the virtual pipeline stage of a model chunk, which may be inside mixed-precision
+    """Return the virtual pipeline stage of a model chunk. The chunk may be inside mixed-precision
     wrappers."""
     part: Any = module
     while True:

@@ -1,6 +1,7 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-quorum REPLICAS@SECONDS``: how long replicas wait for slower replicas."""
+"""Parses ``--dpu-quorum REPLICAS@SECONDS``, which limits how long replicas wait for slower
+replicas."""
 
 from __future__ import annotations
 

@@ -10,23 +10,23 @@ from typing import Any
 FEW_BITS = ("int8", "int4")
 """Wire types with blocks that share a scale."""
 OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
-"""Optimizers that update matrices on the ranks, and all other parameters with AdamW."""
+"""Optimizers that update matrices on the ranks, and all other parameters by AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A setting that is refused because it changes the path of gradients."""
+    """Setting that is refused because it changes the path of gradients."""
 
     attributes: tuple[str, ...]
     """Names of the setting in the arguments, and in the configs of DDP, model and optimizer."""
     flag: str
     reason: str
     allowed: tuple[Any, ...] = (False, None)
-    """Accepted values; ignored if ``refused`` is given."""
+    """Values that are accepted. Ignored if ``refused`` is given."""
     refused: tuple[Any, ...] = ()
-    """Refused values, also within a list; all other values are accepted."""
+    """Values that are refused, even within a list. All other values are accepted."""
     allowed_like: str = ""
-    """Name of another attribute: the value of that attribute is accepted, too."""
+    """Name of another attribute, whose value is accepted, too."""
 
     def applies_to(self, value: object, source: object) -> bool:
         if self.refused:
@@ -42,7 +42,7 @@ def refuse_settings(
     refusals: tuple[Refusal, ...],
     flag: str = "--use-dpu-reduce",
 ) -> None:
-    """Check the settings in `source`, which is the arguments or a config.
+    """Check the settings in `source`: the arguments or a config.
 
     Raises:
         ValueError: `refusals` forbids one of them. The text names this setting, the feature that

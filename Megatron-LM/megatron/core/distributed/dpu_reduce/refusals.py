@@ -62,8 +62,8 @@ _WHOLE_PARAMETERS: tuple[Refusal, ...] = (
         allowed_like="expert_tensor_parallel_size",
     ),
 )
-"""Parameter layouts that --dpu-optimizer refuses, in the arguments, the DDP config or the config of
-the model."""
+"""Parameter layouts that --dpu-optimizer refuses: in the arguments, the DDP config, or the model's
+config."""
 
 
 _OPTIMIZER_REFUSALS: tuple[Refusal, ...] = (
@@ -186,7 +186,7 @@ def _check_optimizer(source: object) -> None:
 
 
 def _check_deterministic(args: Namespace) -> None:
-    """Refuse deterministic mode for sums whose order this package does not control."""
+    """Refuse deterministic mode if sums have an order that this package does not control."""
     route = getattr(args, "dpu_reduce_backend", None)
     if (
         getattr(args, "deterministic_mode", False)
@@ -203,7 +203,7 @@ def _check_deterministic(args: Namespace) -> None:
 
 
 def why_servers_cannot_update(source: object) -> str:
-    """Return the reason why `--dpu-optimizer` is incompatible with the arguments or a config; empty
+    """Return the reason why `--dpu-optimizer` is incompatible with the arguments or a config. Empty
     if it is compatible."""
     try:
         refuse_settings(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
@@ -241,7 +241,7 @@ def refuse(args: Namespace) -> None:
 def validate_args(args: Namespace) -> None:
     """Check that the arguments are compatible with BytePS gradient sums, if these are requested.
 
-    Called once Megatron has renamed and derived its arguments, so that each setting has one name.
+    Megatron has already renamed and derived its arguments, so each setting has one name.
 
     Raises:
         ValueError: an argument cannot be combined with ``--use-dpu-reduce``; the text names both
@@ -253,7 +253,7 @@ def validate_args(args: Namespace) -> None:
         return
     bytepslib.load()
     if getattr(args, "use_torch_fsdp2", False):
-        # The DDP config of torch FSDP2 has none of this package's fields, so no wrapper logs this.
+        # torch FSDP2's DDP config lacks this package's fields, so no wrapper logs this.
         if bytepslib.fsdp.is_asked():
             bytepslib.fsdp.install()
         else:
@@ -293,15 +293,16 @@ def validate_model_config(
 
 
 def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> None:
-    """Call when a fully sharded wrapper is built. Rank 0 logs that the wrapper reduces its
-    gradients itself. With hybrid sharding, sums over replicas of the model may go to servers.
+    """Handle the construction of a fully sharded wrapper. Rank 0 logs that the wrapper reduces its
+    gradients by itself. With hybrid sharding, servers may sum over replicas of the model.
 
     Args:
         ddp_config: config of the wrapper.
         wrapper: name of the wrapper.
 
     Raises:
-        ValueError: the config asks for the optimizer on the servers, which would be ignored.
+        ValueError: the config asks for the optimizer on the servers, which the wrapper would
+            ignore.
     """
     if not ddp_config.use_dpu_reduce:
         return
@@ -312,20 +313,20 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
     replicas = 1
     if wrapper == REPLICATED and has_replicas(ddp_config):
         replicas = ddp_config.num_distributed_optimizer_instances
-        # All ranks must join together. They are all here now; in a backward pass they may not be.
+        # All ranks must join together. All are here now; in a backward pass some may be missing.
         bytepslib.reductions.joined()
     _say_that_collectives_stay(wrapper, torch.distributed.get_rank(), replicas)
 
 
 REPLICATED = "Megatron-FSDP"
-"""The wrapper that may all-reduce its shards over replicas."""
+"""Wrapper that may all-reduce its shards over replicas."""
 _FSDP2, _FSDP2_DTYPES = "torch FSDP2", "BYTEPS_FSDP_DTYPES"
 _FSDP2_HINT = f". {_FSDP2_DTYPES}=int8 on all hosts sends them in few bits"
 
 
 def has_replicas(source: Any) -> bool:
-    """Return whether Megatron-FSDP all-reduces shards over replicas, by the arguments or a DDP
-    config."""
+    """Return whether Megatron-FSDP all-reduces shards over replicas. `source`: the arguments or a
+    DDP config."""
     return (
         getattr(source, "num_distributed_optimizer_instances", 1) > 1
         and getattr(source, "outer_dp_sharding_strategy", "no_shard") == "no_shard"
@@ -333,8 +334,8 @@ def has_replicas(source: Any) -> bool:
 
 
 def left_by(wrapper: str, source: Any) -> str:
-    """Return a text that says which reductions a fully sharded wrapper makes itself. `source`: the
-    arguments or a DDP config."""
+    """Return a text about the reductions that a fully sharded wrapper makes by itself. `source`:
+    the arguments or a DDP config."""
     if wrapper == REPLICATED and has_replicas(source):
         return (
             f"{wrapper} shards gradients by itself. Its all-reduce over "

@@ -2,10 +2,10 @@
 
 """Handles replicas that leave, are lost, or come back, between two steps.
 
-After each step at which replicas meet, a small sum over all replicas tells which replicas are
-there, which leave, and whether a replica joins. Samples whose gradients were missing in a sum are
-logged and recorded. While a replica joins, all others wait, and the first of them sends it the
-state (:mod:`.replica_state`).
+After each step at which replicas meet, a small sum over all replicas shows which of them are
+present, which leave, and whether one joins. Samples whose gradients a sum has lacked are logged and
+recorded. While a replica joins, all others wait, and the first of them sends it the state
+(:mod:`.replica_state`).
 
 A machine that is about to be reclaimed sends SIGTERM to its processes. When any rank of a replica
 receives the signal, the replica finishes its current step and leaves. The pushes of this replica
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 3.0
-"""Time in seconds that a rank of a removed replica gets to end by the error that has the reason."""
+"""Time in seconds that a rank of a removed replica has to end by the error that gives the
+reason."""
 
 _before: dict[int, Any] = {}
 """Megatron's signal handlers, by signal number."""
 
 
 class _Notice:
-    """Receives the signals that ask this rank to end."""
+    """Receives signals that ask this rank to end."""
 
     def __init__(self, args: Namespace) -> None:
-        """Install the handlers, in the main thread."""
+        """Install the handlers. Only the main thread may call this."""
         self.received = False
         self._process = os.getpid()
         self._numbers = _numbers(args)
@@ -58,19 +59,20 @@ class _Notice:
         threading.Thread(target=self._watch, name="leaving", daemon=True).start()
 
     def _on(self, number: int, frame: FrameType | None) -> None:
-        # A process forked from a rank ends by the signal, as without this handler.
+        # A process that was forked from a rank ends by the signal, as without this handler.
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self.received = True
         before = _before[number]
-        if callable(before):  # Megatron's handler: the job ends if all replicas receive the signal.
+        # Megatron's handler also runs, because the job ends if all replicas receive the signal.
+        if callable(before):
             before(number, frame)
 
     def _watch(self) -> None:
         """End the process if it was asked to end while its main thread waits for ranks that are
-        gone. (That thread runs no handler, and may wait for ever.)"""
+        gone. (The main thread then runs no handlers, and may wait for ever.)"""
         while not self._numbers.intersection(data := os.read(self._reads, 64)):
             if not data:
                 os.close(self._reads)
@@ -89,16 +91,16 @@ class _Notice:
                 signal.signal(number, signal.SIG_DFL)
         now = signal.set_wakeup_fd(self._wakes)
         if now == self._writes:
-            os.close(now)  # Closing the pipe ends the thread.
+            os.close(now)  # closing the pipe ends the watching thread
         else:
-            signal.set_wakeup_fd(now)  # The descriptor belongs to other code.
+            signal.set_wakeup_fd(now)  # the descriptor belongs to other code, so it is put back
 
 
 _notice: _Notice | None = None
 
 
 def wait_for_training(args: Namespace) -> None:
-    """Let a signal end this process at once until training begins."""
+    """Until training begins, let a signal end this process at once."""
     if not _before:
         atexit.register(_end_loaders)
     if _in_main_thread():
@@ -108,7 +110,7 @@ def wait_for_training(args: Namespace) -> None:
 
 
 def _end_loaders() -> None:
-    """Kill the processes that load data. These processes ignore SIGTERM. The interpreter would send
+    """Kill the processes that load data, because they ignore SIGTERM. The interpreter would send
     them SIGTERM at its end, and then wait for ever."""
     for process in multiprocessing.active_children():
         if process.daemon:
@@ -122,14 +124,14 @@ def _numbers(args: Namespace) -> set[int]:
 
 
 def listen(args: Namespace) -> None:
-    """Make SIGTERM end this replica's part in the job from now on. Called when training begins."""
+    """From now on, SIGTERM ends this replica's part in the job. Called when training begins."""
     global _notice
     if _notice is None and _in_main_thread():
         _notice = _Notice(args)
 
 
 def forget() -> None:
-    """At the end of training, restore the default: SIGTERM ends this process."""
+    """Restore the default at the end of training: SIGTERM ends this process."""
     global _notice
     if _notice is not None:
         notice, _notice = _notice, None
@@ -142,18 +144,18 @@ def was_asked_to_end() -> bool:
 
 
 _leaves = False
-"""Result of :func:`wants_to_end` in this iteration."""
+"""Last result of :func:`wants_to_end`."""
 
 
 def leaves() -> bool:
-    """Return whether this replica leaves after this iteration, unless all replicas end."""
+    """Return whether this replica leaves after this iteration. If all replicas end, none leaves."""
     return _leaves
 
 
 def wants_to_end(flag: bool) -> bool:
     """Return whether any rank of this replica was asked to end. If so, and if another replica was
-    not asked, this replica leaves after this iteration. Signals that arrive later count only in the
-    next iteration: otherwise all replicas could leave, and no replica would save a checkpoint."""
+    not asked, this replica leaves after this iteration. Signals that arrive later count in the next
+    iteration. Otherwise all replicas could leave, and none would save a checkpoint."""
     global _leaves
     (any_rank,) = job.most_inside([int(flag or was_asked_to_end())])
     _leaves = bool(any_rank)
@@ -162,14 +164,14 @@ def wants_to_end(flag: bool) -> bool:
 
 def leave(iteration: int) -> NoReturn:
     """Leave the other replicas, which go on, and end this process. All ranks of the replica call
-    this after agreeing with the others. Only exchanges of outer steps may be in flight.
+    this after an agreement with the others. Only exchanges of outer steps may be in flight.
 
     Raises:
         SystemExit: always.
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
     """
     outer_steps.end_exchanges()
-    # The first rank that leaves removes the whole replica from the job.
+    # The first rank that leaves removes the whole replica, so all ranks wait for each other here.
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         print(
@@ -178,7 +180,7 @@ def leave(iteration: int) -> NoReturn:
             flush=True,
         )
     global _notice
-    _notice = None  # SIGTERM may come a second time; it is ignored from now on.
+    _notice = None  # a second SIGTERM is ignored from now on
     why = f"it was told to end by SIGTERM, and left after iteration {iteration}"
     status = bytepslib.session.leave(why)
     saves.finish()
@@ -189,12 +191,12 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-# Replicas that are lost or come back.
+# Changes of replicas: some are lost, and some come back.
 
 
 def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """If the job was already running when this replica came, wait until it may join, and copy the
-    state of another replica. Call this when the model is built."""
+    """Wait until this replica may join, and copy the state of another one. Do nothing unless the
+    job was running when this replica came. Call this when the model is built."""
     members = bytepslib.members
     if not members.is_late():
         return
@@ -229,8 +231,8 @@ def change_replicas(
     iteration: int,
     operations: float,
 ) -> None:
-    """Handle changes of replicas after an iteration, also the last. All ranks of all replicas call
-    this, after :func:`wants_to_end`.
+    """Handle changes of replicas after an iteration, even the last one. All ranks of all replicas
+    call this, after :func:`wants_to_end`.
 
     Args:
         iteration: number of completed iterations.
@@ -298,8 +300,8 @@ def _admit(
     rank = torch.distributed.get_rank()
     outer_steps.before_join(model)
     torch.distributed.barrier()
-    # All ranks of this replica are between two steps now. After this sum, all ranks of all replicas
-    # are between two steps.
+    # All ranks of this replica are between two steps here. After this sum, the ranks of all
+    # replicas are.
     if rank == 0:
         job.sum_over_replicas(torch.zeros(1), "rest", always=True)
     torch.distributed.barrier()
@@ -308,7 +310,7 @@ def _admit(
         state = replica_state.State(args, model, optimizer, scheduler)
         state.give(job.peers()[choice.joiner], f"join/{choice.ready_epoch}", iteration, operations)
     _compare(model)
-    # Replicas that were missing in these sums are cleared, since the sums belong to no step.
+    # Replicas that these sums have lacked are cleared, because the sums belong to no step.
     bytepslib.members.take_missing()
     if rank == 0:
         what = "has joined" if view is not None else "was lost before it had joined"
@@ -320,7 +322,7 @@ def _admit(
 
 
 def _compare(model: Sequence[Any]) -> None:
-    """Check that replicas are equal. All present replicas call this, and the replica that has
+    """Check that replicas are equal. All present replicas call this, including the one that has
     joined.
 
     Raises:

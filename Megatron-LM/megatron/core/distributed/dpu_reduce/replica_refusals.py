@@ -91,7 +91,7 @@ def check_config(config: object) -> None:
 
 
 def _check_servers(source: object, asked: str) -> None:
-    """Check ``--dpu-optimizer`` with replicas, in arguments or a DDP config."""
+    """Check ``--dpu-optimizer`` with replicas. `source`: the arguments or a DDP config."""
     if not getattr(source, "dpu_optimizer", False):
         return
     asked = f"{asked} with --dpu-optimizer does not work with"

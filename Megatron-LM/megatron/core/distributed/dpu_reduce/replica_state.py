@@ -1,15 +1,15 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""The training state that a joining replica takes from another replica.
+"""Training state that a joining replica takes from another replica.
 
-Each rank takes the state from the rank with the same index in the other replica. First comes a
-dictionary with the schedule, the loss scale and the random state. Then come tensors, bit for bit:
-parameters, buffers, the optimizer's parameters and moments, and with ``--dpu-outer`` the outer
+Each rank takes the state from the rank with the same index in the other replica. The first message
+is a dictionary with the schedule, the loss scale and the random state. Then come tensors, bit for
+bit: parameters, buffers, the optimizer's parameters and moments, and with ``--dpu-outer`` the outer
 parameters and momentum.
 
-With ``--dpu-optimizer`` replica 0 loads the initial state into the servers. A joining replica pulls
-the parameters from the servers and needs no moments. From another replica it takes the number of
-the last step, and how many steps before it were clipped.
+With ``--dpu-optimizer``, replica 0 loads the initial state into the servers. A joining replica
+pulls the parameters from the servers, and needs no moments. From another replica it takes the
+number of the last step, and how many steps before it were clipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def demand_loaded() -> None:
     """Check that replica 0 has loaded the servers' initial state. All ranks of all replicas call
-    this after loading, except late replicas, which find servers with a state.
+    this after loading. Late replicas do not, because the servers have a state already.
 
     Raises:
         byteps.torch.BytePSError: replica 0 was lost before it had loaded everything.
@@ -64,7 +64,7 @@ _COUNTED = (
 
 
 class State:
-    """The training state of this rank, which it gives to another rank or takes from one."""
+    """Training state of this rank. The rank gives it to another rank, or takes it from one."""
 
     def __init__(
         self, args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any
@@ -123,7 +123,7 @@ class State:
             setattr(self._args, what, value)
         for optimizer, given in zip(self._optimizers, facts["optimizers"], strict=True):
             _make_room(optimizer, given)
-        # load_state_dict adds the loaded steps to num_steps, which may be from a checkpoint.
+        # load_state_dict adds the loaded steps to num_steps, which may come from a checkpoint.
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(facts["scheduler"])
         if facts["scaler"] is not None:
@@ -169,7 +169,7 @@ class State:
 
 
 def _facts_of(optimizer: Any) -> dict[str, Any]:
-    """Return the numbers of the optimizer's groups, and descriptions of its state's tensors."""
+    """Return the numbers in the optimizer's groups, and descriptions of its state's tensors."""
     groups = [
         {key: value for key, value in group.items() if isinstance(value, int | float | bool | str)}
         for group in optimizer.optimizer.param_groups
@@ -193,8 +193,8 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _make_room(optimizer: Any, given: dict[str, Any]) -> None:
-    """Set the hyperparameters of an optimizer's parameter groups, and allocate the described
-    state tensors."""
+    """Set the hyperparameters of an optimizer's parameter groups. Allocate the described state
+    tensors."""
     for group, numbers in zip(optimizer.optimizer.param_groups, given["groups"], strict=True):
         group.update(numbers)
     for parameter, described in zip(outer_steps.stepped(optimizer), given["states"], strict=True):

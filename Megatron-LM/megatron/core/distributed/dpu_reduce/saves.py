@@ -1,14 +1,14 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Checkpoints that one replica saves for all.
+"""Lets one replica save a checkpoint for all.
 
-All replicas save at the same iteration. A small sum tells which replicas are present and stay,
-since a replica may have been lost in the last step, or be about to leave. The first staying replica
-saves while the others wait, and a second sum tells whether the save has succeeded. If the saving
-replica was lost, the next replica saves. So a job that continues, or ends with status 0, has the
-checkpoint.
+All replicas save at the same iteration. First a small sum shows which replicas are present and
+stay, because a replica may have been lost in the last step, or be about to leave. The first replica
+that stays saves while the others wait. A second sum shows whether the save has succeeded. If the
+saving replica was lost, the next replica saves. So a job that continues, or ends with status 0, has
+the checkpoint.
 
-With ``--async-save`` the second sum only tells that the save has begun. The end of training checks
+With ``--async-save`` the second sum only shows that the save has begun. The end of training checks
 that the last checkpoint was written.
 """
 
@@ -28,7 +28,7 @@ from . import bytepslib, job, lost_samples, outer_steps
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """A checkpoint that a replica writes in the background."""
+    """Checkpoint that a replica writes in the background."""
 
     saver: int
     iteration: int
@@ -40,7 +40,7 @@ _begun: _Begun | None = None
 
 
 def forget() -> None:
-    """Reset; this process no longer saves for other replicas."""
+    """Reset. This process no longer saves for other replicas."""
     global _begun
     _begun = None
 
@@ -56,11 +56,11 @@ def save_once(
     """Have one replica save a checkpoint. All ranks of all replicas call this.
 
     Args:
-        save: saves the checkpoint of this replica, on all of its ranks.
+        save: function that saves the checkpoint of this replica, on all of its ranks.
         args: Megatron's arguments.
         model: chunks of the model.
         iteration: number of completed iterations.
-        stays: whether this replica goes on training. A leaving replica saves only if all leave.
+        stays: whether this replica goes on training. A replica that leaves saves only if all leave.
 
     Raises:
         RuntimeError: the replicas have diverged.
@@ -85,16 +85,16 @@ def save_once(
             outer_steps.save(args, iteration)
             save()
         if not _has_done("saved", saver):
-            saver = -1  # The saving replica was lost: the next one saves.
+            saver = -1  # The saving replica was lost, so the next one saves.
     if getattr(args, "async_save", False):
         _begun = _Begun(saver=saver, iteration=iteration, folder=args.save)
-    # Replicas that were missing in these sums are cleared, since the sums belong to no step.
+    # Replicas that these sums have lacked are cleared, because the sums belong to no step.
     bytepslib.members.take_missing()
 
 
 def demand_written() -> None:
-    """Check, at the end of training, that the last checkpoint was written. All ranks of all
-    remaining replicas call this, after their own checkpoints are written.
+    """Check at the end of training that the last checkpoint was written. All ranks of all remaining
+    replicas call this when their own checkpoints are written.
 
     Raises:
         RuntimeError: the last checkpoint was not written, because the saving replica was lost.
@@ -112,7 +112,7 @@ def demand_written() -> None:
 
 
 def finish() -> None:
-    """Wait for a checkpoint that this replica is writing, without a sum over replicas."""
+    """Wait until this replica has written its checkpoint. This makes no sum over replicas."""
     forget()
     finalize = getattr(
         sys.modules.get("megatron.training.async_utils"), "maybe_finalize_async_save", None
@@ -122,8 +122,8 @@ def finish() -> None:
 
 
 def _names(folder: str, iteration: int) -> bool:
-    """Return whether a folder names this checkpoint as its last one. Megatron writes the name of a
-    checkpoint into the folder once the checkpoint is complete."""
+    """Return whether a folder names this checkpoint as its last one. Megatron writes the name when
+    the checkpoint is complete."""
     try:
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt")) as file:
             return file.read().strip() == str(iteration)
@@ -132,8 +132,8 @@ def _names(folder: str, iteration: int) -> bool:
 
 
 def _who_is_here(stays: bool) -> tuple[list[bool], list[bool]]:
-    """Return the present replicas and the staying replicas; the same on all ranks of all
-    replicas."""
+    """Return which replicas are present, and which of them stay. The result is the same on all
+    ranks of all replicas."""
     count = job.replicas()
     own = torch.zeros(2 * count, dtype=torch.float64)
     own[job.replica()] = 1
@@ -143,8 +143,8 @@ def _who_is_here(stays: bool) -> tuple[list[bool], list[bool]]:
 
 
 def _has_done(what: str, replica: int) -> bool:
-    """Return whether all ranks of a replica reached this point; the same on all ranks of all
-    replicas."""
+    """Return whether all ranks of a replica have reached this point. The result is the same on all
+    ranks of all replicas."""
     own = torch.zeros(job.replicas(), dtype=torch.float64)
     own[job.replica()] = 1
     return _summed(own, what)[replica]
@@ -152,6 +152,7 @@ def _has_done(what: str, replica: int) -> bool:
 
 def _summed(own: torch.Tensor, what: str) -> list[bool]:
     """Return, for each element, whether its sum over replicas is non-zero on every rank of this
-    replica. Servers wait as long as a save takes; collectives inside a replica would time out."""
+    replica. Servers wait as long as a save takes, where collectives inside a replica would time
+    out."""
     job.sum_over_replicas(own, f"save/{what}", always=True)
     return [not lacks for lacks in job.most_inside((own == 0).int().tolist())]

@@ -2,9 +2,9 @@
 
 """Megatron's buckets as server buckets, whose parameters servers keep in fp32 and update.
 
-fp8 and fp4 parameters are pulled in the wire dtype, and each rank quantizes them. Megatron does the
-same with bf16 parameters before each matrix product. (With ``--fp8-param-gather`` it quantizes the
-fp32 parameters once, and gathers the result.)
+fp8 and fp4 parameters are pulled in the wire dtype, and each rank quantizes them, as Megatron
+quantizes bf16 parameters before each matrix product. (With ``--fp8-param-gather`` Megatron
+quantizes the fp32 parameters once, and gathers the result.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
     from .bucket_op import BucketOp, Kept
 
-# Megatron 0.18 has a single norm.
+# Megatron 0.18 has only one norm.
 GRAD_NORM_GROUP_ATTR: str = getattr(megatron_optimizer, "GRAD_NORM_GROUP_ATTR", "grad_norm_group")
 SEPARATE_GRAD_NORM_GROUPS: tuple[str, ...] = getattr(
     megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()
@@ -46,8 +46,8 @@ class _Quantized:
         self._parameter = parameter
 
     def read(self) -> torch.Tensor:
-        """Return the values. The first call returns the initial values before quantization, if they
-        were kept."""
+        """Return the values. The first call returns the values before quantization, if they were
+        kept."""
         from ...fp8_utils import dequantize_fp8_tensor
 
         high_precision = getattr(self._parameter, "get_high_precision_init_val", None)
@@ -64,10 +64,10 @@ class _Quantized:
 
 
 def codecs_of(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Quantized]:
-    """Return codecs for those of the parameters that are quantized.
+    """Return codecs for the parameters that are quantized.
 
     Raises:
-        ValueError: a parameter is a group of parameters, which has no values of its own; or
+        ValueError: a parameter is a group of parameters, which has no values of its own; or this
             Megatron is too old to quantize a parameter from outside.
     """
     from ...fp8_utils import is_float8tensor
@@ -116,21 +116,22 @@ def make_server_buckets(
     """Lay the bucket's parameters end to end, like its gradients, and declare them.
 
     If gradients travel in blocks of few bits, the gradients that are kept as bf16 form a separate
-    bucket. That bucket is the first, because it removes its gradients from the common memory when
-    it sends them.
+    bucket. It comes first, because it removes its gradients from the common memory when it sends
+    them.
 
     Args:
-        bucket: a bucket with a ``dpu_reduce_op``. Its gradient data may move later, but must keep
-            its size.
-        average: divide the summed gradients by the number of ranks.
+        bucket: bucket with a ``dpu_reduce_op``. Its gradients may move later, but must keep their
+            size.
+        average: whether to divide the summed gradients by the number of ranks.
         rule: the update rule.
         group_of: index of the parameter group of each parameter.
-        counts: whether this rank's copy of a parameter counts in the norm of the gradients.
-        in_order: gradients are added in the order of ranks.
-        speculative: servers may be asked for speculative steps.
-        counts_zeros: servers count gradients that are 0.
-        checked: names of the parameters: the step fails if a gradient changed after it was pushed
-            early. None: no check.
+        counts: function that says whether this rank's copy of a parameter counts in the norm of the
+            gradients.
+        in_order: whether gradients are added in the order of ranks.
+        speculative: whether servers may be asked for speculative steps.
+        counts_zeros: whether servers count gradients that are 0.
+        checked: names of the parameters. A step fails if a gradient changes after it was pushed
+            early. None: this is not checked.
 
     Raises:
         byteps.torch.BytePSError: a server refuses, or has too little memory.
@@ -226,7 +227,8 @@ def _spec(
     """Return the spec of a tensor of `numel` gradients, which are a part or all of `grads`.
 
     Args:
-        dtype: type in which parameters are pulled, and gradients pushed unless `wire` is blocks.
+        dtype: type in which parameters are pulled. Gradients are pushed in it, too, unless `wire`
+            is a type of blocks.
     """
     rank, sums = job.rank(), op.node_whole
     made = bytepslib.server_bucket.BucketSpec
@@ -244,7 +246,7 @@ def _spec(
         return made(
             declarations=[whole], rule=rule, in_order=in_order, savers=job.of_this_replica(op.group)
         )
-    if name != op.name:  # A few elements, in a single piece.
+    if name != op.name:  # the kept gradients are few, so they are sent in a single piece
         pieces = bytepslib.node_groups.whole_pieces(numel, sums.node.size, 1)
         sums = replace(sums, name=name, pieces=tuple(pieces), wire_dtype=None)
     declarations = [
@@ -277,11 +279,12 @@ def are_updated(bucket_group: _ParamAndGradBucketGroup) -> bool:
 def start_update(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | None:
     """Replace :func:`.sums.start_grad_sync` if servers keep the optimizer.
 
-    The gradients are not changed: Megatron may sum them over other groups next, and the optimizer's
-    step sends them. With ``overlap_grad_reduce``, gradients that are final are sent now.
+    The gradients are not changed, because Megatron may sum them over other groups next. The
+    optimizer's step sends them. With ``overlap_grad_reduce``, gradients that are final are sent
+    now.
 
     Returns:
-        with ``overlap_grad_reduce`` a handle whose wait returns at once.
+        with ``overlap_grad_reduce`` a handle, whose wait returns at once.
 
     Raises:
         byteps.torch.BytePSError: an earlier step failed, or a rank or a server was lost.
@@ -310,7 +313,8 @@ def forget_pushes(ddp: DistributedDataParallel) -> None:
 
 
 def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
-    """Raise RuntimeError if no optimizer has taken a bucket: nothing would sum its gradients."""
+    """Raise RuntimeError if no optimizer has taken a bucket, because then nothing would sum its
+    gradients."""
     for bucket in bucket_group.buckets:
         if bucket.grad_data.numel() > 0 and not hasattr(bucket, "dpu_server_buckets"):
             raise RuntimeError(
@@ -319,20 +323,19 @@ def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
             )
 
 
-# Gradient norms of a step, from the sums of squares in the servers' answers. Megatron clips some
-# parameters by a norm of their own, for example detached heads of multi-token prediction. The
-# buckets of such parameters hold no other parameters (see `.summed_later`).
+# Gradient norms of a step, computed from the sums of squares in the servers' answers. Megatron
+# clips some parameters by a norm of their own, such as detached heads of multi-token prediction.
+# Buckets of such parameters hold no others (see `.summed_later`).
 
 
 _Group = torch.distributed.ProcessGroup
 _NAMES = (None, *SEPARATE_GRAD_NORM_GROUPS)
-"""Names of the norms. None stands for the main norm, of all gradients that have no norm of their
-own."""
+"""Names of the norms. None is the main norm: of all gradients that have no norm of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """Norms of a step; the same bits on every rank."""
+    """Norms of a step. They have the same bits on every rank."""
 
     main: float
     """Norm of all gradients that have no norm of their own."""
@@ -351,8 +354,8 @@ def norm_group_of(bucket: ServerBucket) -> str | None:
     """Return the name of the norm by which a bucket's gradients are clipped.
 
     Raises:
-        ValueError: parameters of the bucket have different norms, because they were marked after
-            DDP was built.
+        ValueError: the bucket's parameters have different norms, because they were marked after DDP
+            was built.
     """
     names = {getattr(placed.parameter, GRAD_NORM_GROUP_ATTR, None) for placed in bucket.places}
     if len(names) > 1 or not names <= set(_NAMES):
@@ -377,7 +380,7 @@ def norms_of(
 
     Args:
         kinds: this rank's buckets, dense and expert, and for each kind the ranks that hold the
-            parts of one replica of the model. All these ranks call this.
+            parts of one model replica. All these ranks call this.
         norm_of: result of `norm_group_of` for each bucket.
         scale: factor for the gradients that undoes loss scaling.
         device: device of exchanged tensors.
@@ -402,7 +405,7 @@ def _parts(
         squares[norm_of[bucket]] += bucket.squares
     own = [math.fsum(squares[name]) for name in _NAMES]
     own.append(float(sum(bucket.zeros for bucket in buckets)))
-    if buckets:  # If the ranks of a host sum first, each rank has the sums of its own parts only.
+    if buckets:  # the ranks of a host that sums first have the sums of their own parts only
         own = [math.fsum(column) for column in zip(*buckets[0].of_host(own), strict=True)]
     if group.size() == 1:
         return [own]
@@ -412,7 +415,8 @@ def _parts(
     return [part.tolist() for part in parts]
 
 
-# Copies of a parameter must be summed alike, so that servers update them to the same bits.
+# Layouts of copies: all copies of a parameter must be summed alike, so that servers update them to
+# the same bits.
 
 
 _logger = logging.getLogger(__name__)
@@ -423,13 +427,13 @@ def keep_copies_alike(
 ) -> None:
     """Disable node-first sums unless all data-parallel groups have the same layout over hosts.
 
-    Ranks of `group` hold parts of a single model replica. Copies of a parameter (tied embeddings on
-    two stages, for example) are summed by different data-parallel groups. If these groups were laid
-    out differently over hosts, values would be added in different orders, and the copies would
-    drift apart. All ranks of `group` call this.
+    Ranks of `group` hold parts of one model replica. Different data-parallel groups sum the copies
+    of a parameter (tied embeddings on two stages, for example). If these groups were laid out
+    differently over hosts, values would be added in different orders, and the copies would drift
+    apart. All ranks of `group` call this.
 
     Args:
-        buffers: name of a model chunk's attribute with its buffers.
+        buffers: name of the model chunk's attribute that has its buffers.
         group: the ranks that hold the parts of the model.
     """
     if group.size() == 1:
@@ -465,7 +469,7 @@ def _buckets(model_chunks: Sequence[DistributedDataParallel], buffers: str) -> I
 
 
 def _spread(op: BucketOp) -> tuple[int, ...]:
-    """Return the host index of each member of the group; empty if each member pushes on its own."""
+    """Return the host index of each member of the group. Empty if each member pushes by itself."""
     if op.node_whole is None:
         return ()
     return tuple(op.node_whole.layout.host_of(rank) for rank in op.group)

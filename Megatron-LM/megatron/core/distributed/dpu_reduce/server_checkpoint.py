@@ -1,15 +1,15 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Checkpoints of the optimizer on the servers.
+"""Writes and reads checkpoints of the optimizer on the servers.
 
-The format of these checkpoints is that of Megatron's distributed optimizer with
-``--dist-ckpt-optim-fully-reshardable``: for each parameter of the model the fp32 values and the
-moments, in the parameter's shape. So each of the two optimizers can resume from a checkpoint of the
-other one, also in another layout.
+Their format is that of Megatron's distributed optimizer with
+``--dist-ckpt-optim-fully-reshardable``: the fp32 values and the moments of each parameter, in the
+parameter's shape. So each of the two optimizers can resume from a checkpoint of the other, even in
+another layout.
 
 A rank reads and saves the elements that it would own in the distributed optimizer: a range of each
-bucket, and so ranges of parameters. A checkpoint stores boxes of the parameters' global tensors,
-which together cover each tensor once. The saved tensors are copies, so they may be written while
+bucket, and so ranges of parameters. A checkpoint stores boxes of the parameters' global tensors.
+Together they cover each tensor once. The saved tensors are copies, so they may be written while
 training goes on. One rank of each group loads.
 """
 
@@ -42,12 +42,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBox:
-    """Adjacent elements of a parameter that are a box of a global tensor."""
+    """Adjacent elements of a parameter that form a box of a global tensor."""
 
     begin: int
     end: int
     sharded: ShardedTensor
-    """Position of the box in the global tensor, without values."""
+    """Position of the box in the global tensor. It has no values."""
 
     def holding(self, values: torch.Tensor) -> ShardedTensor:
         """Return the box with a copy of these values."""
@@ -55,7 +55,7 @@ class SavedBox:
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield offset and size of the boxes that hold elements `begin` to `end`, in order."""
+    """Yield offset and size of each box of elements `begin` to `end`, in order."""
     if begin >= end:
         return
     if not shape:
@@ -84,8 +84,8 @@ def own_replica(replica: ReplicaId, copy: int = 0) -> ReplicaId:
 
 
 def is_saved(model_parameter: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Return whether ranks of this data-parallel group save the parameter. If not, ranks of another
-    group do."""
+    """Return whether ranks of this data-parallel group save the parameter. Otherwise ranks of
+    another group do."""
     return is_main_replica(own_replica(model_parameter.replica_id))
 
 
@@ -96,8 +96,8 @@ def with_values(
     *,
     copy: int = 0,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return fp32 values of a whole parameter, sharded like the parameter. One rank saves these
-    values; other ranks hold a further `copy`."""
+    """Return fp32 values of a whole parameter, sharded like the parameter. One rank saves them, and
+    other ranks hold a further `copy`."""
     kind = {} if isinstance(model_parameter, ShardedTensorFactory) else {"dtype": values.dtype}
     replica = own_replica(model_parameter.replica_id, copy)
     return replace(model_parameter, key=key, data=values, replica_id=replica, **kind)
@@ -135,13 +135,13 @@ def saved_boxes(
 
 
 def _boxed(part: ShardedTensor, offset: Shape, size: Shape) -> ShardedTensor:
-    """Return a box of a part. There is no grid: neighbours may have other sizes."""
+    """Return a box of a part. The parts form no grid, because neighbours may have other sizes."""
     before = part.prepend_axis_num
     moves = (*(0 for _ in range(before)), *offset)
     return replace(
         part,
         data=None,
-        # Megatron writes parts without a grid unchanged, so they need all axes.
+        # Megatron writes parts without a grid unchanged, so their shapes need all axes.
         local_shape=(*(1 for _ in range(before)), *size),
         prepend_axis_num=0,
         global_offset=tuple(a + b for a, b in zip(part.global_offset, moves, strict=True)),
@@ -188,7 +188,7 @@ def sharded_state(
         model_state: the model's sharded state, which has an entry for each parameter.
         slots: names of the values that servers keep of a parameter.
         steps: number of steps made.
-        is_loading: return tensors to load into, on one rank of each group. Otherwise the returned
+        is_loading: whether to return tensors to load into, on one rank of each group. Otherwise the
             tensors hold the servers' values.
 
     Raises:
@@ -232,7 +232,7 @@ def _whole(
 def _owned(
     bucket: ServerBucket, sharded: Mapping[int, Any], slots: Sequence[str]
 ) -> dict[str, ShardedBase]:
-    """Return the values that this rank saves of a bucket."""
+    """Return the values of a bucket that this rank saves."""
     places = [
         (index, first, parameter, sharded[id(parameter)])
         for index, (first, parameter) in enumerate(bucket.places)
@@ -244,7 +244,8 @@ def _owned(
             key = f"{_PREFIX}.{name}.{model_parameter.key}"
             if saved_boxes(model_parameter, key, 0, 0) is not None:
                 continue
-            # This parameter cannot be cut: the rank with its first element saves all of it.
+            # A parameter that cannot be cut is saved as a whole by the rank that has its first
+            # element.
             has_first = any(begin <= first < end for begin, end in bucket.owned)
             whole = bucket.gather(slot, first, first + parameter.numel(), wanted=has_first)
             if whole is not None:
@@ -277,7 +278,7 @@ _KEPT = "keeps_rates"
 
 
 def keep_rates(state: Any) -> None:
-    """Make a load take an optimizer's rates from the loaded state, not from the arguments
+    """Mark a state so that an optimizer takes its rates from it, not from the arguments
     (``--use-checkpoint-opt_param-scheduler``)."""
     if not isinstance(state, dict):
         return
@@ -289,8 +290,7 @@ def keep_rates(state: Any) -> None:
 
 
 def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
-    """Copy the rates of matching parameter groups from a loaded state, if `keep_rates` has marked
-    it.
+    """If `keep_rates` has marked the state, copy the rates of matching parameter groups from it.
 
     Raises:
         ValueError: the numbers of matching groups differ.
@@ -323,7 +323,7 @@ def load(
     buckets: Sequence[ServerBucket], state: Mapping[str, Any], slots: Sequence[str]
 ) -> int | None:
     """Load a state into the servers, from one rank of each group. Return the state's number of
-    steps, or None if no parameter group has it.
+    steps, or None if no parameter group has the number.
 
     Raises:
         byteps.torch.BytePSError: a server refuses or is lost.

@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Creates the optimizer of ``--dpu-optimizer``, and with Muon also the ranks' optimizer.
+"""Creates the optimizer of ``--dpu-optimizer``. With Muon it also creates the ranks' optimizer.
 
 :mod:`.summed_later` decides which parameters ranks update.
 """
@@ -52,14 +52,14 @@ class Part:
 
 def whole_gathers(config: OptimizerConfig) -> OptimizerConfig:
     """Return a copy of an optimizer's config without parameter gathers during the forward pass,
-    since DDP does not make these gathers here."""
+    because DDP does not make them here."""
     config = copy.copy(config)
     config.overlap_param_gather = False
     return config
 
 
 class RanksPart:
-    """The ranks' part of a step of the optimizer on the servers."""
+    """Part of a step of the server optimizer that ranks make."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class RanksPart:
         return float(self.optimizer._get_grad_norm_for_group(name) or 0.0)
 
     def update(self, norms: Norms) -> None:
-        """Clip by these norms, as Megatron does, then update."""
+        """Clip by these norms as Megatron does, then update."""
         limit = self.config.clip_grad
         by_norm: dict[str | None, list[torch.nn.Parameter]] = {}
         for parameter in self.optimizer.get_parameters():
@@ -166,12 +166,11 @@ def make_server_optimizer(
 
 
 class RanksAndServers(ChainedOptimizer):
-    """Ranks update matrices and servers the rest, in the same step."""
+    """Optimizer in which ranks update matrices and servers the rest, in the same step."""
 
     def __init__(self, ranks: RanksPart, served: ServerOptimizer) -> None:
         rank_optimizer = ranks.optimizer
-        # A subclass of ChainedOptimizer divides its matrices over ranks, so it must stay one
-        # optimizer.
+        # A subclass of ChainedOptimizer divides its matrices over ranks, so it must stay whole.
         parts = (
             rank_optimizer.chained_optimizers
             if type(rank_optimizer) is ChainedOptimizer

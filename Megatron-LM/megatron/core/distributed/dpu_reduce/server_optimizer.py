@@ -1,16 +1,15 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""``--dpu-optimizer``: the optimizer lives on the servers.
+"""Optimizer on the servers (``--dpu-optimizer``).
 
 Servers keep the fp32 parameters and the moments. A rank holds only parameters and gradients.
-Megatron's sums over tensor- and pipeline-parallel ranks, and its scaling, happen before the
-data-parallel sum here: these operations are linear, so their order does not matter.
-:meth:`ServerOptimizer.step` sends the gradients after these operations. With
-``--overlap-grad-reduce``, a bucket that they do not change is sent as soon as the backward pass has
-computed it.
+Megatron sums gradients over tensor- and pipeline-parallel ranks, and scales them, before the
+data-parallel sum here. All these operations are linear, so their order does not matter.
+:meth:`ServerOptimizer.step` sends the gradients after them. With ``--overlap-grad-reduce``, a
+bucket that they do not change is sent as soon as the backward pass has computed it.
 
-Servers answer with parameters that are right if nothing is clipped. These parameters are pulled
-into the gradients' memory while later gradients are pushed, and are used once the norm is known.
+Servers answer with parameters that are right if nothing is clipped. These are pulled into the
+gradients' memory while later gradients are pushed, and are used when the norm is known.
 
 With ``--overlap-param-gather`` a step returns earlier: each module waits for its own parameters
 when its forward pass begins, as with Megatron's distributed optimizer. See :mod:`.forward_overlap`.
@@ -54,7 +53,7 @@ _Group = torch.distributed.ProcessGroup
 
 
 def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a torch optimizer without state, which holds the groups and options."""
+    """Return a torch optimizer that only holds the groups and options, without state."""
     common = {"lr": config.lr or 0.0, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, **common)
@@ -103,14 +102,14 @@ class ServerOptimizer(MegatronOptimizer):
         Args:
             config: options of the update.
             model_chunks: model chunks of this rank, already planned.
-            param_groups: groups of all parameters that servers update, the same groups in the same
-                order on every rank.
+            param_groups: groups of all parameters that servers update. Every rank has the same
+                groups in the same order.
             dense_group: the ranks that hold the parts of one replica of the dense parameters.
             expert_group: the ranks that hold the parts of one replica of the expert parameters;
                 None if there are no experts.
             tp_group, expert_tp_group: the tensor-parallel ranks of dense and expert parameters.
             pp_group: the pipeline's ranks.
-            ranks: the ranks' part of each step, if any.
+            ranks: part of each step that ranks make, if any.
         """
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
@@ -128,7 +127,7 @@ class ServerOptimizer(MegatronOptimizer):
             or self.grad_scaler is not None
             or ranks is not None
         )
-        """Whether a step needs the norm."""
+        """Whether a step needs the gradients' norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
         overlaps_forward = forward_overlap.is_wanted(model_chunks)
@@ -173,9 +172,9 @@ class ServerOptimizer(MegatronOptimizer):
         buffers: Sequence[_ParamAndGradBuffer],
         summed_later: SummedLater,
     ) -> list[ServerBucket]:
-        """Declare the buckets of a model chunk. Megatron's buckets then have ``dpu_server_buckets``
-        and this optimizer."""
-        # Copies of a parameter have the same gradients and must stay bit-identical.
+        """Declare the buckets of a model chunk. Give Megatron's buckets their
+        ``dpu_server_buckets`` and this optimizer."""
+        # Copies of a parameter have the same gradients, and must keep the same bits.
         has_copies = any(
             group is not None and group.size() > 1
             for group in (self.grad_stats_parallel_group, self._expert_group)
@@ -206,9 +205,9 @@ class ServerOptimizer(MegatronOptimizer):
             ):
                 self._early.update(made)
         for buffer in buffers:
-            # verl moves a buffer's parameters to the host and back by this attribute, as with
-            # Megatron's distributed optimizer. It covers only the first bucket; there is only one
-            # unless gradients are sent during the backward pass.
+            # verl moves the parameters of a buffer to the host and back through this attribute, as
+            # with Megatron's distributed optimizer. It covers only the first bucket. A buffer has
+            # only one, unless gradients are sent during the backward pass.
             for server_bucket in getattr(
                 next(iter(buffer.buckets), None), "dpu_server_buckets", []
             )[:1]:
@@ -236,8 +235,8 @@ class ServerOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Push the gradients. Return when the updated parameters are there, or in flight with
-        ``dpu_optimizer_overlap``.
+        """Push the gradients. Return when the updated parameters are there. With
+        ``dpu_optimizer_overlap`` they may still be in flight.
 
         Returns:
             whether parameters were updated (false if a norm is not finite or the main norm is above
@@ -304,14 +303,14 @@ class ServerOptimizer(MegatronOptimizer):
         return bytepslib.step_machine.clip_scale(norm, limit) if limit > 0.0 else 1.0
 
     def _note_scale(self) -> None:
-        """Read the loss scale, which may have changed. Reading it waits for the device. The step
-        waits anyway, but the backward pass must not."""
+        """Read the loss scale, which may have changed. Reading it waits for the device, as the step
+        does anyway. The backward pass must not wait, so it uses the value that was read here."""
         if self.grad_scaler is not None:
             self._unscale = self.grad_scaler.inv_scale.item()
 
     def bucket_is_ready(self, bucket: ServerBucket) -> None:
-        """Push the bucket's gradients, which the backward pass has computed, unless Megatron will
-        still sum them over other ranks or scale them.
+        """Push the bucket's gradients, which the backward pass has computed. Leave them if Megatron
+        will still sum them over other ranks or scale them.
 
         Parameters are pulled into the memory of these gradients, where an all-reduce would put its
         sum. The model's parameters change only in the step.
@@ -333,7 +332,7 @@ class ServerOptimizer(MegatronOptimizer):
 
     def _load_parameters(self) -> None:
         """Load the model's parameters into the servers as the initial state. This needs no barrier,
-        because servers update only after all ranks have pushed."""
+        because servers update only when all ranks have pushed."""
         for bucket in self._buckets:
             if bucket.is_first:
                 bucket.load_parameters()
@@ -353,7 +352,7 @@ class ServerOptimizer(MegatronOptimizer):
     # ------------------------------------------------------------------- calls by Megatron
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: DDP zeroes its buffers."""
+        """Do nothing, because DDP zeroes its buffers."""
 
     def get_loss_scale(self) -> torch.Tensor:
         return self._scale if self.grad_scaler is None else self.grad_scaler.scale
@@ -372,7 +371,7 @@ class ServerOptimizer(MegatronOptimizer):
         self._loaded = False
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Wait for parameters in flight, before they are read.
+        """Wait for parameters in flight, because they are read next.
 
         Raises:
             byteps.torch.BytePSError: a server was lost.
@@ -386,16 +385,16 @@ class ServerOptimizer(MegatronOptimizer):
         raise NotImplementedError("servers clip and update in one operation: call step() instead")
 
     def offload_to_cpu(self) -> None:
-        """Do nothing: ranks have no state."""
+        """Do nothing, because ranks have no state."""
 
     def restore_from_cpu(self) -> None:
-        """Do nothing: ranks have no state."""
+        """Do nothing, because ranks have no state."""
 
     # ------------------------------------------------------------------- replicas
 
     def begin_with_others(self) -> None:
-        """Load the servers' initial state when training begins, because it must exist when a single
-        replica saves. All ranks of all replicas call this.
+        """Load the servers' initial state when training begins, because a single replica may save
+        it at any time. All ranks of all replicas call this.
 
         Raises:
             byteps.torch.BytePSError: a server, or the replica that loads the state, was lost.
@@ -408,8 +407,8 @@ class ServerOptimizer(MegatronOptimizer):
         return {placed.parameter for bucket in self._buckets for placed in bucket.places}
 
     def facts_of_steps(self) -> dict[str, int]:
-        """Return the step counts for a joining replica. Afterwards the servers have the parameters
-        of all steps. Raises BytePSError if a server was lost."""
+        """Return the step counts for a joining replica. After this call the servers have the
+        parameters of all steps. Raises BytePSError if a server was lost."""
         self._machine.wait_for_parameters()
         for bucket in self._buckets:
             bucket.settle()
@@ -417,8 +416,8 @@ class ServerOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def join(self, facts: dict[str, int]) -> float:
-        """Continue from another replica's `facts_of_steps` and the servers' parameters; return the
-        MB pulled. All ranks of this replica call this. Raises like `facts_of_steps`."""
+        """Continue from another replica's `facts_of_steps` and the servers' parameters. Return the
+        MB that were pulled. All ranks of this replica call this. Raises like `facts_of_steps`."""
         for bucket in self._buckets:
             bucket.pull_parameters()
         self._speculation.go_on(facts["clipped"])
@@ -447,13 +446,14 @@ class ServerOptimizer(MegatronOptimizer):
         else:
             self._machine.demand_no_failure()
             self._machine.wait_for_parameters()
-            # Code that saves without Megatron's arguments treats this like a plain optimizer.
+            # Code that saves without Megatron's arguments treats this object like a plain
+            # optimizer.
             if metadata is not None:
                 server_checkpoint.put_metadata(metadata)
         if not self._loaded and not is_loading:
             self._load_parameters()
-            # Ranks read next, but only the first rank of each group has loaded, so the others wait
-            # for it. Ranks without buckets do not take part.
+            # All ranks read next, but only the first rank of each group has loaded. So the others
+            # wait for it. Ranks without buckets take no part.
             ddp = self.model_chunks[0]
             for buckets, group in (
                 (self._dense, ddp.dp_cp_group),
@@ -472,7 +472,7 @@ class ServerOptimizer(MegatronOptimizer):
             )
             for buckets, groups in self._kinds()
         ]
-        if self.grad_scaler is not None:  # Megatron's optimizers store it under the same key.
+        if self.grad_scaler is not None:  # the key under which Megatron's optimizers store it, too
             for part in parts:
                 part["grad_scaler"] = self.grad_scaler.state_dict()
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
@@ -520,8 +520,8 @@ class ServerOptimizer(MegatronOptimizer):
         return ["param", *self._rule.slot_names[1:]]
 
     def _kinds(self) -> list[tuple[list[ServerBucket], list[dict[str, Any]]]]:
-        """Return the buckets and parameter groups of dense and of expert parameters. Megatron has
-        an optimizer for each of the two kinds."""
+        """Return the buckets and the parameter groups of dense parameters, then those of expert
+        parameters. Megatron has an optimizer for each of the two kinds."""
         groups = self.optimizer.param_groups
         kinds = [(self._dense, [g for g in groups if not g["is_expert_parallel"]])]
         if self._expert_group is not None:

@@ -1,8 +1,9 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Cost of reductions per step, for the TensorBoard and wandb writers of ``megatron.training``.
+"""Writes the cost of reductions per step to the TensorBoard and wandb writers of
+``megatron.training``.
 
-One rank writes them, the rank that writes Megatron's own values. They are its own measurements.
+One rank writes its own measurements: the rank that writes Megatron's own values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _last_iteration = 0
 
 
 def begin(args: Namespace) -> None:
-    """Start counting when training begins: earlier reductions belong to no step."""
+    """Start counting when training begins, because earlier reductions belong to no step."""
     global _meter, _last_iteration
     _meter = bytepslib.step_metrics.StepMeter()
     _meter.read()

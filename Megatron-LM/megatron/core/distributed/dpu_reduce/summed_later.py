@@ -3,9 +3,9 @@
 """Parameters that get separate buffers if servers keep the optimizer.
 
 **Matrices.** Optimizers like Muon update matrices by a rule of their own, and all other parameters
-by AdamW. Servers only support AdamW. So matrices stay on the ranks: their gradients are summed as
+by AdamW. Servers only support AdamW, so matrices stay on the ranks: their gradients are summed as
 with ``--use-dpu-reduce`` alone, and Megatron's optimizer updates them. Servers update the rest.
-Both are clipped by a common norm, and skip the same steps.
+Both parts are clipped by a common norm, and skip the same steps.
 
 **Gradients that Megatron changes after the backward pass.** ``finalize_model_grads`` sums gradients
 over tensor-parallel ranks (norms, with sequence parallelism) or pipeline stages (embeddings). A
@@ -51,7 +51,7 @@ def are_updated(
 
 def part_groups(ddp: DistributedDataParallel) -> None:
     """Split bucket groups of a new DDP so that each has only matrices, or none. (A chunk without
-    bucketing has all its buckets in a single group.)"""
+    bucketing has all its buckets in one group.)"""
     config = ddp.ddp_config
     if not config.dpu_optimizer or config.dpu_optimizer_matrices:
         return
@@ -93,11 +93,11 @@ class _KeyOfPart:
 
 class SummedLater:
     """Tells whether Megatron's finalize_model_grads changes a gradient after the backward pass.
-    That function sums some gradients over tensor- or pipeline-parallel ranks, or scales all
-    gradients.
+    That function sums some gradients over tensor- or pipeline-parallel ranks, or scales all of
+    them.
 
-    This class repeats that function's decisions, which are not exposed. A test reads the function's
-    code, and fails if the function uses a property that this class does not use.
+    This class repeats decisions of that function, which does not expose them. A test reads the
+    function's code, and fails if it uses a property that this class does not use.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class SummedLater:
 
     @property
     def are_all(self) -> bool:
-        """Return whether all gradients change: scaled by the number of tokens, or summed over ranks
-        that hold shards of weights."""
+        """Return whether all gradients change: because they are scaled by the number of tokens, or
+        summed over ranks that hold shards of weights."""
         shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
         return bool(self._config.calculate_per_token_loss) or any(
             getattr(self._config, name, 1) > 1 for name in shards
@@ -127,7 +127,7 @@ class SummedLater:
             or "k_layernorm" in name
         ):
             return True
-        # Pipeline stages may share embeddings; only the model has that information.
+        # Pipeline stages may share embeddings. Only the model knows that.
         return self._pipeline_parallel and (
             "embedding" in name
             or "output_layer" in name
@@ -145,7 +145,7 @@ def separate_buffers(
     """Return the buffers of a new DDP, with separate buffers for gradients that are summed later or
     clipped by a norm of their own, and for parameters that ranks update.
 
-    Gradients that are summed later get separate buffers only if this lets other gradients be sent
+    Gradients that are summed later get separate buffers only if other gradients can then be sent
     earlier: with ``overlap_grad_reduce``, and if not all gradients are summed later.
 
     Args:

@@ -2,15 +2,15 @@
 
 """Starts and awaits sums, in place of Megatron's collectives.
 
-**Steps in a CUDA graph.** ``FullCudaGraphWrapper`` records a whole forward and backward pass, and a
-replay runs none of Megatron's Python. BytePS runs on the host. So ``finalize_model_grads`` and
+**Steps in a CUDA graph.** ``FullCudaGraphWrapper`` records a whole forward and backward pass. A
+replay runs none of Megatron's Python, but BytePS runs on the host. So ``finalize_model_grads`` and
 everything that it calls run after each replay. The sums of a step then do not overlap its backward
 pass.
 
-**Megatron-FSDP with hybrid sharding.** Gradients are reduce-scattered within a replica of the model
-by ``torch.distributed``. Then each shard is all-reduced over replicas, through servers if these are
+**Megatron-FSDP with hybrid sharding.** ``torch.distributed`` reduce-scatters gradients within a
+replica of the model. Then each shard is all-reduced over replicas, through servers if these are
 faster. Megatron-FSDP orders its work by streams and events, but only the host knows the end of a
-push-pull. So a sum has an event of our own class, whose wait waits for the sum.
+push-pull. So a sum has an event of a class of this module; waiting for the event waits for the sum.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _PushPull:
 
 
 class GradSyncHandle:
-    """Sums of a bucket group in flight; replaces torch's Work."""
+    """Sums of a bucket group in flight. It stands in for torch's Work."""
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = list(pending)
@@ -78,13 +78,13 @@ def start_grad_sync(
 ) -> GradSyncHandle | None:
     """Sum the buckets of a group over its data-parallel ranks, in place.
 
-    This replaces Megatron's all-reduce or reduce-scatter: local gradients are accumulated and
-    scaled already. They travel in their own dtype or in ``dpu_reduce_wire_dtype``. With the
-    distributed optimizer each rank gets the shard that it owns, and the rest of its bucket is
-    undefined; with ``force_all_reduce`` each rank gets the whole bucket. With several instances of
-    the distributed optimizer, Megatron sums within each instance, then across instances; this
-    function makes a single sum over all members. With ``average_in_collective`` the result is the
-    average over the data-parallel group.
+    This replaces Megatron's all-reduce or reduce-scatter. Local gradients are already accumulated
+    and scaled. They travel in their own dtype or in ``dpu_reduce_wire_dtype``. With the distributed
+    optimizer, each rank gets the shard that it owns, and the rest of its bucket is undefined; with
+    ``force_all_reduce`` each rank gets the whole bucket. With several instances of the distributed
+    optimizer, Megatron sums within each instance, then across instances; this function makes one
+    sum over all members. With ``average_in_collective`` the result is the average over the
+    data-parallel group.
 
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, like an all-reduce; otherwise ``None``,
@@ -111,7 +111,8 @@ def start_grad_sync(
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
     if op.bf16_part is None:
         return _start_all(bucket, op, sharded=sharded, average=average)
-    # The values that stay bf16 are taken out first, so that they influence no block's scale.
+    # The values that stay bf16 are taken out first, so that they do not influence the scale of a
+    # block.
     bf16_operation = op.bf16_part.start(op, bucket.grad_data, average=average)
     return bf16_operation.after(_start_all(bucket, op, sharded=sharded, average=average))
 
@@ -122,8 +123,9 @@ def _start_all(
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
-    # All buckets have the same priority, since the optimizer needs every bucket. If a newer bucket
-    # overtook an older one while ranks are at different buckets, both would wait for the last rank.
+    # All buckets have the same priority, because the optimizer needs every bucket. If a newer
+    # bucket overtook an older one while ranks are at different buckets, both would wait for the
+    # last rank.
     handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
@@ -145,12 +147,13 @@ _Sums = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Finalize:
-    """A call of ``finalize_model_grads``, postponed until after a recorded pass."""
+    """Call of ``finalize_model_grads`` that is postponed until after a recorded pass."""
 
     function: _Sums
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """Arguments. Their tensors are in the graph's memory: a replay writes new values into them."""
+    """Arguments of the call. Their tensors are in the graph's memory, and a replay writes new
+    values into them."""
 
 
 def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
@@ -178,8 +181,8 @@ def run(step: Callable[[], Any], model: Sequence[Any]) -> Any:
 
 @contextmanager
 def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
-    """Context for a pass whose gradients are not summed: no micro-batch counts as the last, and the
-    call of ``finalize_model_grads`` that ends the pass is recorded, but not made."""
+    """Return a context for a pass whose gradients are not summed. In it no micro-batch counts as
+    the last. The call of ``finalize_model_grads`` that ends the pass is recorded, but not made."""
     first = model[0]
     config = first.config
     names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
@@ -202,9 +205,9 @@ def _nothing_summed(model: Sequence[Any]) -> Iterator[None]:
 
 
 def _start_at_once(model: Sequence[Any], force_all_reduce: bool) -> None:
-    """Start all sums through servers before any wait. Collectives are left to
-    ``finalize_model_grads``, which starts and awaits one bucket group after another, because
-    without a backward pass its gradient counters treat each step as the first."""
+    """Start all sums through servers before any wait. ``finalize_model_grads`` makes the
+    collectives: it starts and awaits one bucket group after another, because without a backward
+    pass its gradient counters treat each step as the first."""
     for chunk in model:
         if not chunk.ddp_config.overlap_grad_reduce:
             continue
@@ -214,7 +217,7 @@ def _start_at_once(model: Sequence[Any], force_all_reduce: bool) -> None:
 
 
 def are_summed_outside(model: Any) -> bool:
-    """Return whether a bucket of these chunks, or of this chunk, goes through servers."""
+    """Return whether a bucket of this chunk, or of these chunks, goes through servers."""
     chunks = model if isinstance(model, list) else [model]
     return any(
         goes_through_servers(group)
@@ -236,14 +239,14 @@ _known: weakref.WeakKeyDictionary[_Group, Reductions] = weakref.WeakKeyDictionar
 
 
 def forget() -> None:
-    """Reset: the sums of each group get new names."""
+    """Reset. The sums of each group then get new names."""
     for reductions in _known.values():
         reductions.close()
     _known.clear()
 
 
 class OuterReduction:
-    """All-reduces of a bucket group over replicas."""
+    """All-reduces, over replicas, of a bucket group."""
 
     def __init__(self, config: DistributedDataParallelConfig, group: _Group) -> None:
         """
@@ -260,7 +263,7 @@ class OuterReduction:
     def all_reduce(self, tensor: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> None:
         """Start the sum or average of a tensor, in place.
 
-        Sums recorded in a CUDA graph stay with NCCL: a replay runs nothing on the host.
+        Sums that a CUDA graph records stay with NCCL, because a replay runs nothing on the host.
 
         Raises:
             byteps.torch.BytePSError: the job failed, or members disagree about the tensor.
@@ -275,10 +278,10 @@ class OuterReduction:
             self._works.append(work)
 
     def end(self, copies: _Copies, stream: torch.cuda.Stream) -> Any:
-        """Return an event for all sums, which were started on this stream.
+        """Return an event for all sums that were started on this stream.
 
         Returns:
-            an event: after a wait for this event, the sums are there, and copied.
+            an event. After a wait for it, the sums are there, and copied.
         """
         if self._works:
             return _SumsEvent(self._works, copies, stream)
@@ -287,7 +290,7 @@ class OuterReduction:
 
 
 class _SumsEvent:
-    """Event of sums in flight; replaces a CUDA event."""
+    """Event of sums in flight. It stands in for a CUDA event."""
 
     def __init__(self, works: Sequence[Any], copies: _Copies, stream: torch.cuda.Stream) -> None:
         self._works, self._copies, self._stream = list(works), list(copies), stream

@@ -2,10 +2,9 @@
 
 """Switches off settings of a recipe that ``--dpu-optimizer`` replaces.
 
-A recipe that shards the optimizer over ranks asks for work that servers do anyway. So these
-settings are switched off, not refused, before Megatron derives anything from them: in the
-arguments, or without arguments in the DDP config when a model is wrapped. Rank 0 logs this in one
-line.
+A recipe that shards the optimizer over ranks asks for work that servers do anyway. So its settings
+are switched off, not refused, before Megatron derives anything from them: in the arguments or,
+without arguments, in the DDP config when a model is wrapped. Rank 0 logs this in one line.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """A setting for work that ranks need not do."""
+    """Setting that asks ranks for work which they need not do."""
 
     name: str
-    """Attribute of the arguments and the DDP config. If the attribute is missing, nothing has to be
-    switched off."""
+    """Attribute of the arguments and the DDP config. If it is missing, there is nothing to switch
+    off."""
     flag: str
     becomes: Any = False
 
@@ -95,8 +94,8 @@ _WITHOUT_SHARDS = tuple(
     (why, tuple(setting for setting in settings if setting.name != "use_distributed_optimizer"))
     for why, settings in _IN_ARGUMENTS
 )
-"""Settings to switch off with Muon: all but ``--use-distributed-optimizer``, which divides matrices
-over ranks."""
+"""Settings to switch off with Muon. ``--use-distributed-optimizer`` stays, because it divides
+matrices over ranks."""
 _READERS = (
     ("log_params_norm", "--log-params-norm"),
     (
@@ -105,14 +104,14 @@ _READERS = (
     ),
     ("perform_rl_step", "--perform-rl-step"),
 )
-"""Features that read parameters between steps, each by its attribute of the arguments and its
+"""Features that read parameters between steps. Each has its attribute of the arguments and its
 flag."""
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Attributes of the precision-aware optimizer; only that optimizer allows types other than fp32."""
+"""Attributes of the precision-aware optimizer. Only that optimizer allows types other than fp32."""
 
 
 def translate_args(args: Namespace) -> None:
-    """Change arguments that ask ranks for the servers' work, before Megatron validates them.
+    """Change arguments that ask ranks for the servers' work. Megatron validates them later.
 
     ``--dpu-optimizer`` implies ``--use-dpu-reduce``.
     """
@@ -121,7 +120,7 @@ def translate_args(args: Namespace) -> None:
     if getattr(args, "use_dpu_reduce", False) and job.replicas_of(args) > 1:
         _fit_to_replicas(args)
     by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
-    if by_matrix:  # The DDP config gets the value from this argument only.
+    if by_matrix:  # only this argument sets the value in the DDP config
         args.dpu_optimizer_matrices = False
     if not getattr(args, "dpu_optimizer", False):
         return
@@ -162,9 +161,9 @@ def _overlap(args: Namespace) -> str:
 
 
 def _fit_to_replicas(args: Namespace) -> None:
-    """Change arguments that replicas cannot use. No replica may repeat a step: its gradients would
-    be summed with those of other replicas' next step. Files that all replicas would write are
-    written by the first replica only. SIGTERM ends a replica after its step, and must not end its
+    """Change arguments that replicas cannot use. No replica may repeat a step, because its
+    gradients would be summed with those of other replicas' next step. Only the first replica writes
+    files that all replicas would write. SIGTERM ends a replica after its step, and must not end its
     data loaders earlier: see :mod:`.replica_changes`."""
     args.exit_signal_handler = True
     if getattr(args, "rerun_mode", "disabled") != "disabled":
@@ -184,16 +183,16 @@ def _fit_to_replicas(args: Namespace) -> None:
 def translate_config[Layout](
     config: DistributedDataParallelConfig, layout: Layout | None
 ) -> Layout | None:
-    """Change a DDP config like `translate_args` changes arguments, for users of megatron.core who
+    """Change a DDP config as `translate_args` changes arguments, for users of megatron.core who
     have no arguments. Call this before DDP is built.
 
-    The optimizer's config is not changed: servers use only its options of the update.
+    The optimizer's config is not changed, because servers use only its options of the update.
 
     Args:
         layout: layout of the buckets, computed by the caller.
 
     Returns:
-        the layout; None if servers keep the optimizer, because it may be made for shards on ranks.
+        the layout. None if servers keep the optimizer, because a layout may be for shards on ranks.
     """
     if not config.dpu_optimizer:
         return layout
@@ -204,7 +203,7 @@ def translate_config[Layout](
 
 
 def _keep_dtypes(args: Namespace) -> None:
-    """Set the optimizer's dtypes to fp32, as on the servers. Move the gradients' type to another
+    """Set the optimizer's dtypes to fp32, as on the servers. The gradients' type moves to another
     flag, which works without the precision-aware optimizer."""
     for name in _STATE_DTYPES:
         if hasattr(args, name):
@@ -216,7 +215,7 @@ def _keep_dtypes(args: Namespace) -> None:
 
 
 def _drop(source: object, settings: Sequence[tuple[str, Sequence[_Setting]]]) -> str:
-    """Switch the settings off; return a log message, or an empty string."""
+    """Switch the settings off. Return a log message, or an empty string."""
     replaced = []
     for why, of_reason in settings:
         flags = []
