@@ -16,16 +16,16 @@ LEAST = 2.0**-100
 def chance_seed(name: str, number: int, rank: int) -> int:
     """Get the seed of stochastic rounding by a rank, or by the servers (-1), in a round of
     a sum."""
-    found = 0
+    digest = 0
     for data in (
         name.encode(),
         number.to_bytes(4, "little"),
         rank.to_bytes(4, "little", signed=True),
     ):
-        found ^= 14695981039346656037
+        digest ^= 14695981039346656037
         for byte in data:
-            found = (found ^ byte) * 1099511628211 % (1 << 64)
-    return found
+            digest = (digest ^ byte) * 1099511628211 % (1 << 64)
+    return digest
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
@@ -119,14 +119,14 @@ class Sums:
             return None if name is None else chance_seed(name, number, rank)
 
         pushed = [
-            rounding(one, seed(rank))
-            for rank, (rounding, one) in enumerate(zip(self._up, inputs, strict=True))
+            rounding(values, seed(rank))
+            for rank, (rounding, values) in enumerate(zip(self._up, inputs, strict=True))
         ]
         if len(pushed) == 1:
             return pushed[0].to(inputs[0].dtype)
         total = pushed[0].clone()
-        for one in pushed[1:]:
-            total += one
+        for values in pushed[1:]:
+            total += values
         if average:
             total = total / len(pushed)
         return self._down(total, seed(-1)).to(inputs[0].dtype)

@@ -15,9 +15,9 @@ def blocks(text: str) -> list[list[str]]:
     """List the lines of each indented block of a page, with continued lines joined."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     text = re.sub(r" *(?: #.*)?\\\n *", " ", text)
-    found = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)(?: {4,}.*\n|\n(?= {4}))*", text)
-    found += re.findall(r"(?<=\n\n)(?: {6}\S.*\n)+", text)  # below an item of a list
-    return [[line.strip() for line in block.splitlines() if line.strip()] for block in found]
+    indented = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)(?: {4,}.*\n|\n(?= {4}))*", text)
+    indented += re.findall(r"(?<=\n\n)(?: {6}\S.*\n)+", text)  # below an item of a list
+    return [[line.strip() for line in block.splitlines() if line.strip()] for block in indented]
 
 
 def block_under(page: str, title: str) -> list[str]:
@@ -36,4 +36,4 @@ def lines_with(pattern: str) -> list[list[str]]:
     shown = [block for page in PAGES for block in blocks(page.read_text(encoding="utf-8"))]
     lines = dict.fromkeys(line for block in shown for line in block if re.search(pattern, line))
     split = [shlex.split(line, comments=True) for line in lines]
-    return [[_PLACEHOLDERS.get(one, one) for one in words if one != "..."] for words in split]
+    return [[_PLACEHOLDERS.get(word, word) for word in words if word != "..."] for words in split]

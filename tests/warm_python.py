@@ -84,7 +84,7 @@ def serve(listener: socket.socket) -> NoReturn:
     """Fork a process for each request, until this process is killed."""
     gc.freeze()  # objects of this process are no child's garbage
     gc.enable()
-    asked: dict[int, tuple[socket.socket, int, int]] = {}
+    clients: dict[int, tuple[socket.socket, int, int]] = {}
     events = select.epoll()
     events.register(listener, select.EPOLLIN)
     me = os.getpid()
@@ -98,16 +98,16 @@ def serve(listener: socket.socket) -> NoReturn:
                     listener.close()
                     _become(peer, me)
                 end = os.pidfd_open(pid)
-                asked[end] = asked[peer.fileno()] = (peer, pid, end)
+                clients[end] = clients[peer.fileno()] = (peer, pid, end)
                 events.register(peer, select.EPOLLRDHUP)
                 events.register(end, select.EPOLLIN)
-            elif descriptor in asked:
-                peer, pid, end = asked[descriptor]
+            elif descriptor in clients:
+                peer, pid, end = clients[descriptor]
                 if descriptor != end:  # The executable was killed.
                     events.unregister(peer)
                     os.kill(pid, signal.SIGKILL)
                     continue
-                del asked[end], asked[peer.fileno()]
+                del clients[end], clients[peer.fileno()]
                 os.close(end)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with peer, suppress(OSError):

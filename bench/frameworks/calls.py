@@ -72,8 +72,8 @@ def _judge_calls(took: Mapping[str, Sequence[float]], limit: float | None) -> in
     """Print the median of each size. Return the exit status."""
     most = max(statistics.median(calls) for calls in took.values())
     missed = limit is not None and most > limit
-    told = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"
-    print(f"# a call takes {most:.1f} us of the host{told}")
+    verdict = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"
+    print(f"# a call takes {most:.1f} us of the host{verdict}")
     return 1 if missed else 0
 
 
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = fast["all_reduce"] - fast["push_pull_inplace"]
     limit = options.max_us
     missed = limit is not None and more > limit
-    told = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"
-    print(f"# all_reduce takes {more:.1f} us more{told}")
+    verdict = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"
+    print(f"# all_reduce takes {more:.1f} us more{verdict}")
     return 1 if missed else 0
 
 

@@ -175,12 +175,12 @@ def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
     ranks.
     """
     rows = torch.arange(size).view(-1, experiment.shards)
-    mine = []
+    own = []
     for lines in (rows.T, rows):
         groups = {tuple(line): dist.new_group(line) for line in lines.tolist()}
-        mine += [group for ranks, group in groups.items() if rank in ranks]
+        own += [group for ranks, group in groups.items() if rank in ranks]
     return DeviceMesh.from_group(
-        mine, experiment.device.partition(":")[0], rows, mesh_dim_names=("replicate", "shard")
+        own, experiment.device.partition(":")[0], rows, mesh_dim_names=("replicate", "shard")
     )
 
 
@@ -288,11 +288,11 @@ def main() -> None:
         timeout=timedelta(seconds=spec["timeout_s"]),
     )
     if experiment:
-        found = train(experiment, rank, size)
+        result = train(experiment, rank, size)
     else:
-        found = on_cpu(spec) if on_host else on_gpu(spec, rank)
+        result = on_cpu(spec) if on_host else on_gpu(spec, rank)
     if rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+        Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

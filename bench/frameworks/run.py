@@ -166,15 +166,17 @@ def rows(
     launches: Sequence[Mapping[str, Any]], ways: Sequence[str], device: str = "cpu"
 ) -> list[Sequence[str]]:
     """Return the table: the median of each launch, and the median of these medians."""
-    medians = {way: [statistics.median(one["steps"][way]) for one in launches] for way in ways}
+    medians = {
+        way: [statistics.median(launch["steps"][way]) for launch in launches] for way in ways
+    }
     table: list[Sequence[str]] = []
     for way in ways:
-        mine, theirs = medians[way], medians.get(native(way))
-        cells = [way, f"{statistics.median(mine):.1f}", f"{min(mine):.1f}..{max(mine):.1f}"]
+        own, theirs = medians[way], medians.get(native(way))
+        cells = [way, f"{statistics.median(own):.1f}", f"{min(own):.1f}..{max(own):.1f}"]
         if theirs is None or way == native(way):
             table.append([*cells, "", ""])
             continue
-        ratios = sorted(their / my for my, their in zip(mine, theirs, strict=True))
+        ratios = sorted(their / my for my, their in zip(own, theirs, strict=True))
         spread = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
         table.append([*cells, f"{statistics.median(ratios):.2f}", spread])
     if not set(ways) & set(SHARDED):
@@ -193,21 +195,21 @@ def problems(
     launches: Sequence[Mapping[str, Any]], ways: Sequence[str], at_least: float | None, wire: str
 ) -> list[str]:
     """Return descriptions of missed thresholds and differing parameters."""
-    found = []
-    for one in launches:
+    wrong = []
+    for launch in launches:
         for way in ways:
-            mine, theirs = one["sums"][way], one["sums"].get(native(way), one["sums"][way])
+            own, theirs = launch["sums"][way], launch["sums"].get(native(way), launch["sums"][way])
             if (
                 wire == "same"
                 and way not in SHARDED
-                and abs(mine - theirs) > SAME * max(1.0, abs(theirs))
+                and abs(own - theirs) > SAME * max(1.0, abs(theirs))
             ):
-                found.append(f"{way} learned {mine:.6f}, {native(way)} {theirs:.6f}")
+                wrong.append(f"{way} learned {own:.6f}, {native(way)} {theirs:.6f}")
     if at_least is not None:
         for row in rows(launches, ways):
             if row[3] and float(row[3]) < at_least:
-                found.append(f"{row[0]}: {row[3]} is less than {at_least:g}")
-    return found
+                wrong.append(f"{row[0]}: {row[3]} is less than {at_least:g}")
+    return wrong
 
 
 def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequence[str]]) -> None:
@@ -218,8 +220,8 @@ def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequ
     """
     shown = {name: meta[name] for name in ("date", "command", "hardware", "load")}
     shown["command"] = re.sub(r" --(json|markdown) \S+", "", shown["command"])
-    told = "; ".join(f"{name}: {text}" for name, text in shown.items())
-    text = "\n".join(["", told, "", *pipes(table), ""])
+    metadata = "; ".join(f"{name}: {text}" for name, text in shown.items())
+    text = "\n".join(["", metadata, "", *pipes(table), ""])
     put_between(page, BEGIN.format(wire=wire), "<!-- end -->", text)
 
 

@@ -239,8 +239,8 @@ class Emulation:
         """Return the bytes that each link of a host has sent, with packet headers."""
         host = self.hosts[index]
         show = ["ip", "-n", str(host.namespace), "-s", "-j", "link", "show", "dev"]
-        found = [json.loads(_run([*show, interface]))[0] for interface in host.interfaces]
-        return [int(one["stats64"]["tx"]["bytes"]) for one in found]
+        links = [json.loads(_run([*show, interface]))[0] for interface in host.interfaces]
+        return [int(link["stats64"]["tx"]["bytes"]) for link in links]
 
     def _shape(
         self, namespace: str, device: str, key: str, rail: int, peers: Sequence[int]

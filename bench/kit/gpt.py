@@ -44,7 +44,7 @@ def add_files(add: Callable[..., Any], name: str) -> None:
 
 def limits[Key](text: str, key: Callable[[str], Key]) -> dict[Key, float]:
     """Parse `A=X,B=Y`. Raises ValueError for other forms."""
-    pairs = (one.split("=") for one in filter(None, text.split(",")))
+    pairs = (pair.split("=") for pair in filter(None, text.split(",")))
     return {key(name): float(limit) for name, limit in pairs}
 
 

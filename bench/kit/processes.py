@@ -63,15 +63,15 @@ def plain_environment() -> dict[str, str]:
 
     Settings of the engine (BYTEPS_...) are kept, so that they can be compared.
     """
-    kept = {
+    plain = {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(("DMLC_", "TORCHELASTIC_"))
     }
-    if not kept.keys() & {"BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"}:
-        kept["BYTEPS_SECRET"] = _SECRET
+    if not plain.keys() & {"BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"}:
+        plain["BYTEPS_SECRET"] = _SECRET
     # Each process has one thread, because many processes of an emulated cluster share few cores.
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**plain, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Processes:
@@ -97,12 +97,12 @@ class Processes:
 
     def text_of(self, title: str) -> str:
         """Return everything that a process has printed so far."""
-        (process,) = (one for one in self._started if one.title == title)
+        (process,) = (process for process in self._started if process.title == title)
         return process.text
 
     def kill(self, title: str) -> None:
         """Kill a process by SIGKILL. Its end then does not count as a failure."""
-        (process,) = (one for one in self._started if one.title == title)
+        (process,) = (process for process in self._started if process.title == title)
         self._started.remove(process)
         process.kill()
 
@@ -250,9 +250,11 @@ def run_job(
     """
     environment = plain_environment()
     _, job = start_nodes(placement, processes, environment)
-    told = {**spec, "rendezvous": f"{processes.folder}/ranks", "timeout_s": timeout_s}
+    described = {**spec, "rendezvous": f"{processes.folder}/ranks", "timeout_s": timeout_s}
     result = processes.folder / "result.json"
-    start_workers(program, told, result, placement, processes, {**environment, **job, **settings})
+    start_workers(
+        program, described, result, placement, processes, {**environment, **job, **settings}
+    )
     processes.wait_all(timeout_s)
     return json.loads(result.read_text(encoding="utf-8"))
 

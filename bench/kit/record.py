@@ -213,8 +213,8 @@ def topology_text(topology: Topology) -> str:
         where += f" and {topology.local_servers} on each of the workers'"
     if not topology.emulated_hosts:
         link = f", links of {show_rate(topology.link_bits)}" if topology.link_bits else ""
-        place = "as the job was started" if topology.in_job else "on this machine's loopback"
-        return f"{what}, {place}{link}"
+        origin = "as the job was started" if topology.in_job else "on this machine's loopback"
+        return f"{what}, {origin}{link}"
     nics, switches = "", "one switch"
     if topology.nics_per_host > 1:
         nics = f"{topology.nics_per_host} NICs of "

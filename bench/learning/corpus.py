@@ -79,11 +79,11 @@ class Package:
 
 def packages() -> list[Package]:
     """Return the packages of the list, in its order."""
-    found = []
+    chosen = []
     for line in LIST.read_text(encoding="utf-8").splitlines()[1:]:
         kind, name, share, *rest = line.split("\t")
-        found.append(Package(kind, name, float(share), *rest))
-    return found
+        chosen.append(Package(kind, name, float(share), *rest))
+    return chosen
 
 
 def fetch(package: Package, folder: Path) -> Package:
@@ -219,16 +219,16 @@ def extract(package: Package, downloads: Path, folder: Path) -> list[Document]:
         if text is not None:
             texts.append((name, text.encode()))
     texts.sort()
-    found, at = [], 0
+    documents, at = [], 0
     with (folder / package.name).open("wb") as file:
         for _, encoded in texts:
             letters = _NO_LETTER.sub(b"", encoded.lower())
             digest = hashlib.blake2b(letters, digest_size=16).hexdigest()
             file.write(encoded)
-            found.append(Document(digest, package.name, at, len(encoded)))
+            documents.append(Document(digest, package.name, at, len(encoded)))
             at += len(encoded)
-    index.write_text(json.dumps([astuple(document) for document in found]), encoding="utf-8")
-    return found
+    index.write_text(json.dumps([astuple(document) for document in documents]), encoding="utf-8")
+    return documents
 
 
 def write_pack(documents: Sequence[Document], folder: Path, path: Path) -> int:
@@ -253,8 +253,8 @@ def make(options: argparse.Namespace) -> None:
     """Download, extract, split and write."""
     downloads, folder = options.out / "packages", options.out / "documents"
     corpus = options.out / "corpus"
-    for one in (downloads, folder, corpus):
-        one.mkdir(parents=True, exist_ok=True)
+    for path in (downloads, folder, corpus):
+        path.mkdir(parents=True, exist_ok=True)
     listed = []
     for package in packages():
         print(f"{package.name}", flush=True)

@@ -189,7 +189,7 @@ def report(folders: Sequence[Path]) -> list[str]:
             rate = result["schedule"]["rate"]
             key = (result["replicas"], local["every"], local["after"], local["form"], tokens, rate)
             groups.setdefault(key, []).append(result)
-    means = {key: statistics.fmean(one["held_out"] for one in runs) for key, runs in groups.items()}
+    means = {key: statistics.fmean(run["held_out"] for run in runs) for key, runs in groups.items()}
     job = min((mean for key, mean in means.items() if key[0] == 0), default=None)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     for key, runs in sorted(groups.items()):

@@ -104,11 +104,11 @@ class FlatGPT:
     def __init__(self, size: Size, device: torch.device) -> None:
         self.model = GPT(size).to(device)
         parameters = list(self.model.parameters())
-        kept = [p for p in parameters if p.dim() < 2 or 2 * p.numel() < KEPT_BYTES]
-        kept_ids = {id(p) for p in kept}
-        self.large, self.small = [p for p in parameters if id(p) not in kept_ids], kept
+        small = [p for p in parameters if p.dim() < 2 or 2 * p.numel() < KEPT_BYTES]
+        kept_ids = {id(p) for p in small}
+        self.large, self.small = [p for p in parameters if id(p) not in kept_ids], small
         self.few = _aligned(sum(p.numel() for p in self.large))
-        numel = self.few + _aligned(sum(p.numel() for p in kept))
+        numel = self.few + _aligned(sum(p.numel() for p in small))
         self.held = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         for part, begin in ((self.large, 0), (self.small, self.few)):
             for parameter in part:

@@ -69,11 +69,11 @@ class Replicas:
         """Let the model compute with this replica's parameters."""
         self.held.copy_(self._replica_held[replica])
 
-    def step(self, few: torch.Tensor, kept: torch.Tensor, numbers: torch.Tensor) -> None:
+    def step(self, few: torch.Tensor, exact: torch.Tensor, numbers: torch.Tensor) -> None:
         """Step each replica's AdamW, and exchange if an exchange is due. The arguments are those of
         `wires.Hosts.step`."""
         self._steps += 1
-        gradients = torch.cat([few, kept], 1)
+        gradients = torch.cat([few, exact], 1)
         is_summed = self._steps <= self._recipe.after
         if is_summed:
             gradients = servers_mean(gradients).expand_as(gradients)

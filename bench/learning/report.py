@@ -38,7 +38,7 @@ Results = dict[str, dict[int, dict[str, Any]]]
 """Results by wire type (a name in RECIPES), then by seed."""
 
 
-def kept(path: Path = KEPT) -> Results:
+def saved_results(path: Path = KEPT) -> Results:
     """Read the results that the project keeps in its repository.
 
     Raises:
@@ -54,48 +54,48 @@ def sorted_out(runs: Sequence[dict[str, Any]]) -> Results:
     Raises:
         ValueError: the runs have different models, schedules or texts.
     """
-    found: Results = {}
+    results: Results = {}
     for run in runs:
         first = runs[0]
         for name in ALIKE:
             if run[name] != first[name]:
                 pair = f"{run['wire']}-{run['seed']} and {first['wire']}-{first['seed']}"
                 raise ValueError(f"{pair} differ in {name}: {run[name]} and {first[name]}")
-        found.setdefault(run["wire"], {})[run["seed"]] = run
-    return found
+        results.setdefault(run["wire"], {})[run["seed"]] = run
+    return results
 
 
 def add(folders: Sequence[Path]) -> None:
     """Add the results in run.py's folders to `KEPT`. They replace equal runs."""
-    runs = [run for seeds in kept().values() for run in seeds.values()]
+    runs = [run for seeds in saved_results().values() for run in seeds.values()]
     for folder in folders:
         for path in folder.glob("*-[0-9]*.json"):
             runs.append(json.loads(path.read_text(encoding="utf-8")))
-    found = sorted_out(runs)
-    ordered = [found[wire][seed] for wire in sorted(found) for seed in sorted(found[wire])]
+    results = sorted_out(runs)
+    ordered = [results[wire][seed] for wire in sorted(results) for seed in sorted(results[wire])]
     KEPT.write_text("".join(json.dumps(run) + "\n" for run in ordered), encoding="utf-8")
 
 
-def differences(found: Results, wire: str) -> list[float]:
+def differences(results: Results, wire: str) -> list[float]:
     """Return, for each common seed, the relative difference to the reference."""
-    theirs = found.get(REFERENCE, {})
-    seeds = sorted(set(found[wire]) & set(theirs))
-    return [found[wire][s]["held_out"] / theirs[s]["held_out"] - 1 for s in seeds]
+    theirs = results.get(REFERENCE, {})
+    seeds = sorted(set(results[wire]) & set(theirs))
+    return [results[wire][s]["held_out"] / theirs[s]["held_out"] - 1 for s in seeds]
 
 
-def table(found: Results) -> list[str]:
+def table(results: Results) -> list[str]:
     """Return the table as lines of Markdown."""
     lines = ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
     for wire, recipe in RECIPES.items():
-        if wire not in found:
+        if wire not in results:
             continue
-        runs = found[wire]
+        runs = results[wire]
         where = "servers" if recipe.servers else "shards" if recipe.gathers else "hosts"
         name = wire.removesuffix("-servers") + ("" if recipe.is_product else " (experiment)")
         losses = " ".join(f"{runs[seed]['held_out']:.4f}" for seed in sorted(runs))
         mean = statistics.fmean(run["held_out"] for run in runs.values())
         cells = [name, where, str(len(runs)), f"{mean:.4f}: {losses}", "", ""]
-        if wire != REFERENCE and (apart := differences(found, wire)):
+        if wire != REFERENCE and (apart := differences(results, wire)):
             mean, low, high = gpt.interval(apart)
             cells[4] = f"{mean:+.2%}"
             cells[5] = f"{low:+.2%}..{high:+.2%}" if len(apart) > 1 else ""
@@ -103,11 +103,11 @@ def table(found: Results) -> list[str]:
     return lines
 
 
-def problems(found: Results, at_most: dict[str, float]) -> list[str]:
+def problems(results: Results, at_most: dict[str, float]) -> list[str]:
     """Return descriptions of intervals that end above their limits, or that are unknown."""
     wrong = []
     for wire, limit in at_most.items():
-        apart = differences(found, wire) if wire in found else []
+        apart = differences(results, wire) if wire in results else []
         if len(apart) < 2:
             wrong.append(f"{wire}: {len(apart)} seeds in common with {REFERENCE}, need 2")
         elif (high := gpt.interval(apart)[2]) > limit:
@@ -132,16 +132,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--at-most is written like int8=0.003,int4-int8-servers=0.006")
     try:
         add(options.add)
-        found = kept()
+        results = saved_results()
     except ValueError as error:
         parser.error(str(error))
-    first = next(iter(next(iter(found.values()), {}).values()), None)
+    first = next(iter(next(iter(results.values()), {}).values()), None)
     if first is None:
         parser.error(f"there is no result in {KEPT.name}: bench/learning/run.py makes some")
     print(f"# {first['parameters']:,} parameters, {first['device']}; {first['size']}")
     print(f"# {first['schedule']}")
-    print("\n".join(table(found)))
-    wrong = problems(found, at_most)
+    print("\n".join(table(results)))
+    wrong = problems(results, at_most)
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if wrong else 0
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bench.learning.model import Size
-from bench.learning.report import kept
+from bench.learning.report import saved_results
 from bench.learning.trainer import Corpus, How, Run, Schedule, Trainer
 from bench.learning.wires import RECIPES
 
@@ -82,7 +82,7 @@ def wanted(options: argparse.Namespace) -> list[Run]:
     for part in (True, False):
         wires = [wire for wire in options.wires if (wire in FIRST) == part]
         runs += [Run(wire, seed) for seed in seeds for wire in wires]
-    done = kept()
+    done = saved_results()
     return [
         run
         for run in runs
@@ -146,7 +146,7 @@ def work(options: argparse.Namespace, how: How, runs: Any, until: float) -> None
         )
 
 
-def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> None:
+def probe_one(options: argparse.Namespace, how: How, ready: Any, times_of: Any) -> None:
     """Measure a step of the first wire type and of a costly one, when all processes are ready."""
     began = time.monotonic()
     trainer = trainer_of(options, how)
@@ -165,7 +165,7 @@ def probe_one(options: argparse.Namespace, how: How, ready: Any, found: Any) -> 
         times.setdefault("made_s", made)
     if trainer.device.type == "cuda":
         times["gb"] = torch.cuda.max_memory_allocated() / 1e9
-    found.put(times)
+    times_of.put(times)
 
 
 def probe(options: argparse.Namespace, until: float) -> None:
@@ -184,9 +184,9 @@ def probe(options: argparse.Namespace, until: float) -> None:
             break
         if cannot_capture and how.graph:
             continue
-        ready, found = context.Barrier(at_once), context.Queue()
+        ready, times_of = context.Barrier(at_once), context.Queue()
         children = [
-            context.Process(target=probe_one, args=(options, how, ready, found))
+            context.Process(target=probe_one, args=(options, how, ready, times_of))
             for _ in range(at_once)
         ]
         began = time.monotonic()
@@ -195,7 +195,7 @@ def probe(options: argparse.Namespace, until: float) -> None:
         results: list[dict[str, float]] = []
         while len(results) < at_once and time.monotonic() < began + 150:
             try:
-                results.append(found.get(timeout=1))
+                results.append(times_of.get(timeout=1))
             except queue.Empty:
                 if any(child.exitcode for child in children):
                     break
@@ -205,7 +205,7 @@ def probe(options: argparse.Namespace, until: float) -> None:
                 child.terminate()
         case = {"at_once": at_once, **asdict(how), "results": results}
         if len(results) == at_once:
-            case["steps_per_s"] = sum(1000 / one["int4-int8-servers"] for one in results)
+            case["steps_per_s"] = sum(1000 / times["int4-int8-servers"] for times in results)
             tried.append(case)
         else:
             cannot_capture = cannot_capture or (how.graph and how.streams == 1)
@@ -235,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.probe:
         probe(options, until)
         return 0
-    found = options.out / "probe.json"
-    best = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+    file = options.out / "probe.json"
+    best = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     at_once = options.at_once or best.get("at_once", 1)
     fast = torch.cuda.is_available() and not options.eager
     how = How(

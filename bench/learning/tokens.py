@@ -59,8 +59,8 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
     end = tokenizer.token_to_id(END)
     parts = []
     for begin in range(0, len(documents), AT_ONCE):
-        for one in tokenizer.encode_batch_fast(documents[begin : begin + AT_ONCE]):
-            parts.append(np.asarray([*one.ids, end], dtype=np.uint16))
+        for encoding in tokenizer.encode_batch_fast(documents[begin : begin + AT_ONCE]):
+            parts.append(np.asarray([*encoding.ids, end], dtype=np.uint16))
     return np.concatenate(parts)
 
 

@@ -116,7 +116,7 @@ class Trainer:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         numel = self.flat.held.numel()
         # Each host has a row. The padding at the end of a row stays 0.
-        self._few, self._kept = (
+        self._few, self._exact = (
             torch.zeros(size.hosts, count, dtype=torch.bfloat16, device=device)
             for count in (self.flat.few, numel - self.flat.few)
         )
@@ -132,7 +132,7 @@ class Trainer:
         gradients = torch.autograd.grad(loss, self.flat.parameters)
         large = len(self.flat.large)
         flat = [gradient.reshape(-1) for gradient in gradients]
-        for row, parts in ((self._few[host], flat[:large]), (self._kept[host], flat[large:])):
+        for row, parts in ((self._few[host], flat[:large]), (self._exact[host], flat[large:])):
             count = sum(part.numel() for part in parts)
             torch.cat(parts, out=row[:count])
         self._loss[host] = loss.detach()
@@ -218,7 +218,7 @@ class Trainer:
         else:
             self._graph.replay()
         with torch.no_grad():
-            self.hosts.step(self._few, self._kept, self._numbers[step])
+            self.hosts.step(self._few, self._exact, self._numbers[step])
 
     def held_out_loss(self, most: int = 1 << 30) -> float:
         """Return the loss in nats per token, over at most `most` sequences."""

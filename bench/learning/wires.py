@@ -162,24 +162,24 @@ class Hosts:
             if values is not None:
                 getattr(self, name).copy_(values)
 
-    def step(self, few: torch.Tensor, kept: torch.Tensor, numbers: torch.Tensor) -> None:
+    def step(self, few: torch.Tensor, exact: torch.Tensor, numbers: torch.Tensor) -> None:
         """Reduce gradients and update.
 
         Args:
             few: bf16, with a row per host. It is overwritten.
-            kept: like `few`, for the parameters that stay bf16.
+            exact: like `few`, for the parameters that stay bf16.
             numbers: result of `AdamW.numbers`, fp32, on the device.
         """
         total, kept_total = self.total[: self.few], self.total[self.few :]
         if self.recipe.gathers:
-            self._scatter(torch.cat([few, kept], 1))
+            self._scatter(torch.cat([few, exact], 1))
         elif self.recipe.up == "bf16":
             reduce = servers_mean if self.recipe.servers else ring_mean
             total.copy_(reduce(few))
-            kept_total.copy_(reduce(kept))
+            kept_total.copy_(reduce(exact))
         else:
             self._mean_of_blocks(few, total)
-            kept_total.copy_(servers_mean(kept))
+            kept_total.copy_(servers_mean(exact))
         self.adamw.update(self.total, self.master, self.mean, self.square, numbers)
         if self.recipe.gathers:
             self._gather()
@@ -256,8 +256,8 @@ def ring_mean(gradients: torch.Tensor) -> torch.Tensor:
 def servers_mean(gradients: torch.Tensor) -> torch.Tensor:
     """Average bf16 values as servers do: they are added in fp32 and rounded once."""
     total = gradients[0].float()
-    for one in gradients[1:]:
-        total.add_(one)
+    for gradient in gradients[1:]:
+        total.add_(gradient)
     return total.div_(len(gradients)).to(gradients.dtype)
 
 

@@ -345,7 +345,7 @@ class PushPull:
         assert self._node is not None
         for index, tensor in enumerate(tensors):
             count = self._nodes.piece_count(tensor.nbytes // self._node.size)
-            one = self._nodes.NodeSum(
+            node_sum = self._nodes.NodeSum(
                 name=f"{label}.{index}",
                 layout=self._layout,
                 node=self._node,
@@ -353,8 +353,10 @@ class PushPull:
                 priority=-index,
                 placement=partitions,
             )
-            pending.append(one.start(tensor))
-            partitions += sum(push.partitions for push in one.pushes(rank, tensor.element_size()))
+            pending.append(node_sum.start(tensor))
+            partitions += sum(
+                push.partitions for push in node_sum.pushes(rank, tensor.element_size())
+            )
         for begun in pending:
             begun.wait()
 

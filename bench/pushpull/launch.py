@@ -59,7 +59,7 @@ class Launch:
     """Whether the launch counts, because the machine was not too busy."""
 
     def as_json(self) -> dict[str, Any]:
-        entries = [one.as_json() for one in self.measured]
+        entries = [case.as_json() for case in self.measured]
         return {**self.__dict__, "measured": entries}
 
 
@@ -98,7 +98,7 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         start_workers("bench.pushpull.rank", spec, result, placement, processes, environment)
         processes.wait_all(plan.timeout_s)
         measured = [measured_from_json(entry) for entry in json.loads(result.read_text())]
-    busy = max(one.busy for one in measured)
+    busy = max(case.busy for case in measured)
     return Launch(backend=backend, index=index, measured=measured, kept=busy <= plan.max_busy)
 
 
@@ -187,8 +187,8 @@ class Run:
     @property
     def quiet(self) -> list[Launch]:
         """Return the launches of rounds in which the machine was never too busy."""
-        spoilt = {one.index for one in self.launches if not one.kept}
-        return [one for one in self.launches if one.index not in spoilt]
+        spoilt = {launch.index for launch in self.launches if not launch.kept}
+        return [launch for launch in self.launches if launch.index not in spoilt]
 
     @property
     def counted(self) -> list[Launch]:
@@ -198,13 +198,13 @@ class Run:
     def of(self, backend: str, case: Case) -> list[Measured]:
         """Return the results of a case, one per counted launch, in order."""
         position = self.plan.cases.index(case)
-        ordered = sorted(self.counted, key=lambda one: one.index)
-        return [one.measured[position] for one in ordered if one.backend == backend]
+        ordered = sorted(self.counted, key=lambda launch: launch.index)
+        return [launch.measured[position] for launch in ordered if launch.backend == backend]
 
     @property
     def wrong(self) -> int:
         """Return the number of wrong elements in all launches, counted or not."""
-        return sum(one.wrong for launch in self.launches for one in launch.measured)
+        return sum(case.wrong for launch in self.launches for case in launch.measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,17 +238,19 @@ class Row:
 
 def cpu_s_per_gb(outcomes: Sequence[Measured], backend: str) -> float | None:
     """Return the median over launches; None if CPU time of a part of the job is unknown."""
-    if through_servers(backend) and any(one.node_cpu_s is None for one in outcomes):
+    if through_servers(backend) and any(outcome.node_cpu_s is None for outcome in outcomes):
         return None
     return statistics.median(
-        (one.worker_cpu_s + (one.node_cpu_s or 0.0)) * 1e9 / (one.case.size * one.case.iters)
-        for one in outcomes
+        (outcome.worker_cpu_s + (outcome.node_cpu_s or 0.0))
+        * 1e9
+        / (outcome.case.size * outcome.case.iters)
+        for outcome in outcomes
     )
 
 
 def p50_s(outcomes: Sequence[Measured]) -> float:
     """Return the median of the launches' medians."""
-    return statistics.median(percentile(one.samples_s, 50) for one in outcomes)
+    return statistics.median(percentile(outcome.samples_s, 50) for outcome in outcomes)
 
 
 def row(run: Run, backend: str, case: Case) -> Row:
@@ -264,13 +266,13 @@ def row(run: Run, backend: str, case: Case) -> Row:
         workers=topology.workers,
         servers=topology.servers if to_servers else None,
         p50_s=middle,
-        p99_s=percentile([sample for one in outcomes for sample in one.samples_s], 99),
+        p99_s=percentile([sample for outcome in outcomes for sample in outcome.samples_s], 99),
         algbw=case.size / middle,
         busbw=None if to_servers else busiest_link(backend, topology) * sent / middle,
         of_limit=None if limit is None else limit / middle,
         of_sockets=p50_s(sockets) / middle if sockets else None,
         cpu_s_per_gb=cpu_s_per_gb(outcomes, backend),
-        wrong=sum(one.wrong for one in outcomes),
+        wrong=sum(outcome.wrong for outcome in outcomes),
     )
 
 
@@ -311,7 +313,7 @@ def as_json(runs: Sequence[Run], meta: dict[str, str]) -> dict[str, Any]:
             {
                 "name": run.name,
                 "plan": run.plan.as_json(),
-                "launches": [one.as_json() for one in run.launches],
+                "launches": [launch.as_json() for launch in run.launches],
                 "rows": [row.as_json() for row in rows(run)],
             }
             for run in runs
@@ -333,8 +335,8 @@ def read(path: Path) -> tuple[list[Run], dict[str, str]]:
     runs = []
     for entry in content["runs"]:
         launches = [
-            Launch(**{**one, "measured": [measured_from_json(m) for m in one["measured"]]})
-            for one in entry["launches"]
+            Launch(**{**launch, "measured": [measured_from_json(m) for m in launch["measured"]]})
+            for launch in entry["launches"]
         ]
         plan = plan_from_json(entry["plan"])
         runs.append(Run(plan=plan, name=entry["name"], launches=launches))
@@ -361,17 +363,17 @@ def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
                 shown.update(f"launch {index} {backend}", done=len(run.launches) + len(done))
                 done.append(launch(plan, backend, index, hosts))
             run.launches += done
-            for one in done:
-                medians = (1e3 * percentile(case.samples_s, 50) for case in one.measured)
-                busiest = max(case.busy for case in one.measured)
-                note = "" if one.kept else ": too busy, not counted"
+            for finished in done:
+                medians = (1e3 * percentile(case.samples_s, 50) for case in finished.measured)
+                busiest = max(case.busy for case in finished.measured)
+                note = "" if finished.kept else ": too busy, not counted"
                 text = (
-                    f"{name} launch {index} {one.backend}: p50 ms "
+                    f"{name} launch {index} {finished.backend}: p50 ms "
                     f"{' '.join(f'{value:.2f}' for value in medians)}; "
                     f"machine {busiest:.0%} busy{note}"
                 )
                 shown.say(text.strip())
-            quiet += all(one.kept for one in done)
+            quiet += all(launch.kept for launch in done)
             if quiet == plan.launches:
                 break
             if deadline is not None and time.monotonic() > deadline:

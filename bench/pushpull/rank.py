@@ -134,13 +134,13 @@ def measure(
     dist.gather_object(seen, everyone)
     if everyone is None:
         return None
-    all_seen = [one for one in everyone if one is not None]
-    spans = zip(*(one.spans_ns for one in all_seen), strict=True)
+    all_seen = [seen for seen in everyone if seen is not None]
+    spans = zip(*(seen.spans_ns for seen in all_seen), strict=True)
     return Measured(
         case=case,
         samples_s=[iteration_seconds(span, one_clock=one_clock) for span in spans],
-        wrong=sum(one.wrong for one in all_seen),
-        worker_cpu_s=sum(one.cpu_ns for one in all_seen) / 1e9,
+        wrong=sum(seen.wrong for seen in all_seen),
+        worker_cpu_s=sum(seen.cpu_ns for seen in all_seen) / 1e9,
         node_cpu_s=node_cpu_ns / 1e9 if node_pids else None,
         busy=busy.fraction,
     )

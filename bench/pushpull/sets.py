@@ -451,4 +451,4 @@ def choose(set_name: str, names: Sequence[str] = ()) -> list[Experiment]:
             raise ValueError(
                 f"the set {set_name!r} has no experiment {name!r}, but {', '.join(everything)}"
             )
-    return [one for name, one in everything.items() if not names or name in names]
+    return [experiment for name, experiment in everything.items() if not names or name in names]

@@ -113,13 +113,13 @@ def parts_of_limit(run: Run) -> dict[str, float]:
     The largest case counts. The limit is the same for all, so the fractions compare times. Empty if
     links have no limit.
     """
-    case = max(run.plan.cases, key=lambda one: one.size)
-    found = {row.backend: row for row in rows(run) if row.case == case}
-    ours = found.get(run.plan.backends[0])
+    case = max(run.plan.cases, key=lambda case: case.size)
+    row_of = {row.backend: row for row in rows(run) if row.case == case}
+    ours = row_of.get(run.plan.backends[0])
     if ours is None or ours.of_limit is None:
         return {}
     limit_s = ours.of_limit * ours.p50_s
-    return {backend: limit_s / row.p50_s for backend, row in found.items()}
+    return {backend: limit_s / row.p50_s for backend, row in row_of.items()}
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Parts:
 
 
 def _parts(run: Run) -> Parts:
-    case = max(run.plan.cases, key=lambda one: one.size)
+    case = max(run.plan.cases, key=lambda case: case.size)
     return Parts(f"{run.name}\n{show_size(case.size)} {case.dtype}", parts_of_limit(run))
 
 
@@ -149,28 +149,28 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
 def described(experiments: Sequence[Parts]) -> str:
     """Return all figures of a picture as its text description."""
     return "; ".join(
-        f"{one.label.replace(chr(10), ', ')}: "
-        + ", ".join(f"{backend} {part:.2f}" for backend, part in one.of_limit.items())
-        for one in experiments
+        f"{parts.label.replace(chr(10), ', ')}: "
+        + ", ".join(f"{backend} {part:.2f}" for backend, part in parts.of_limit.items())
+        for parts in experiments
     )
 
 
 def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
     """Draw the fraction of link bandwidth of each backend in each experiment."""
-    backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
+    backends = list(dict.fromkeys(backend for parts in experiments for backend in parts.of_limit))
     # The import is here for the same reason as in _figure.
     from matplotlib.patches import Patch
 
     figure, axes = _figure("Push-pull of gradients: fraction of link bandwidth")
     figure.set_size_inches(8.5, 1.4 + 0.7 * max(len(experiments), 1))
-    for at, one in enumerate(experiments):
-        height = 0.8 / max(len(one.of_limit), 1)
-        for number, (backend, part) in enumerate(one.of_limit.items()):
-            place = at + (number - (len(one.of_limit) - 1) / 2) * height
-            bars = axes.barh(place, part, height * 0.92, color=_COLOURS[backend])
+    for at, parts in enumerate(experiments):
+        height = 0.8 / max(len(parts.of_limit), 1)
+        for number, (backend, part) in enumerate(parts.of_limit.items()):
+            y = at + (number - (len(parts.of_limit) - 1) / 2) * height
+            bars = axes.barh(y, part, height * 0.92, color=_COLOURS[backend])
             axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(experiments)), [one.label for one in experiments], fontsize=8)
+    axes.set_yticks(range(len(experiments)), [parts.label for parts in experiments], fontsize=8)
     axes.set_ylim(max(len(experiments), 1) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set_xlabel("time at the links' limit / median time; longer is faster")
@@ -216,9 +216,9 @@ def _draw_ratios(run: Run, path: Path) -> Path:
     pairs = ratio_pairs(run)
     figure, axes = _figure(f"{run.plan.backends[0]}: times as fast, and the launches' spread")
     labels = [f"{show_size(case.size)} {case.dtype}\n{theirs}" for case, _, theirs, _ in pairs]
-    values = [found.value for *_, found in pairs]
-    below = [found.value - min(found.low, found.value) for *_, found in pairs]
-    above = [max(found.high, found.value) - found.value for *_, found in pairs]
+    values = [ratio.value for *_, ratio in pairs]
+    below = [ratio.value - min(ratio.low, ratio.value) for *_, ratio in pairs]
+    above = [max(ratio.high, ratio.value) - ratio.value for *_, ratio in pairs]
     axes.bar(range(len(pairs)), values, yerr=[below, above], capsize=4, color="tab:blue")
     axes.set_xticks(range(len(pairs)), labels, fontsize=8)
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -246,16 +246,16 @@ def _tables(text: str) -> Iterator[list[dict[str, str]]]:
 
 
 def _number(cell: str) -> float | None:
-    found = re.match(r"\**(\d+(?:\.\d+)?)", cell)
-    return float(found[1]) if found else None
+    match = re.match(r"\**(\d+(?:\.\d+)?)", cell)
+    return float(match[1]) if match else None
 
 
 def _of_results(rows: Sequence[Mapping[str, str]]) -> Iterator[Parts]:
     """Yield, for each experiment in the tables of `make bench`, the largest size."""
     for name in dict.fromkeys(row["experiment"] for row in rows):
-        mine = [row for row in rows if row["experiment"] == name]
-        size = max((row["size"] for row in mine), key=lambda size: parse_size(size.split()[0]))
-        chosen = [row for row in mine if row["size"] == size]
+        own = [row for row in rows if row["experiment"] == name]
+        size = max((row["size"] for row in own), key=lambda size: parse_size(size.split()[0]))
+        chosen = [row for row in own if row["size"] == size]
         ours = _number(chosen[0]["of-limit"])
         if ours is None:
             continue
@@ -289,13 +289,13 @@ def parts_in(text: str) -> list[Parts]:
     written, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"there are no results, which begin with {BEGIN!r} and end with {END!r}")
-    found: list[Parts | None] = []
+    parts_of_pages: list[Parts | None] = []
     for table in _tables(written):
-        found += _of_results(table)
+        parts_of_pages += _of_results(table)
     for table in _tables(before + after):
         if any(name in table[0] for name in _RATIO):
-            found += [_with_nccl(row) for row in table]
-    return [parts for parts in found if parts is not None]
+            parts_of_pages += [_with_nccl(row) for row in table]
+    return [parts for parts in parts_of_pages if parts is not None]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -403,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{experiment.name}: {experiment.why}")
         return 0
     if options.launches is not None:
-        experiments = [one.of_launches(options.launches) for one in experiments]
+        experiments = [experiment.of_launches(options.launches) for experiment in experiments]
     try:
         if not options.from_json:
             demand_hardware(experiments)
@@ -415,10 +415,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.from_json:
             runs, meta = launch.read(options.from_json)
             return report(experiments, runs, meta, options)
-        kept, meta = earlier(meta, options)
-        names = {run.name for run in kept}
-        new = measure([one for one in experiments if one.name not in names], options)
-        return report(experiments, chain(kept, new), meta, options, kept)
+        loaded, meta = earlier(meta, options)
+        names = {run.name for run in loaded}
+        new = measure(
+            [experiment for experiment in experiments if experiment.name not in names], options
+        )
+        return report(experiments, chain(loaded, new), meta, options, loaded)
     except (OSError, ValueError) as error:
         print(f"suite.py: {error}", file=sys.stderr)
         return 1
@@ -432,7 +434,7 @@ def report(
     runs: Iterable[Run],
     meta: dict[str, str],
     options: argparse.Namespace,
-    kept: Sequence[Run] = (),
+    loaded: Sequence[Run] = (),
 ) -> int:
     """Show each run when it ends, and record it together with the kept runs. Return the exit
     status."""
@@ -451,14 +453,14 @@ def report(
         if options.json:
             shown = [run for _, run in done]
             names = {run.name for run in shown}
-            launch.write([*shown, *(r for r in kept if r.name not in names)], meta, options.json)
+            launch.write([*shown, *(r for r in loaded if r.name not in names)], meta, options.json)
         if options.plot:
             draw(run, options.plot / run.name)
     if options.chart and done:
         options.chart.parent.mkdir(parents=True, exist_ok=True)
         draw_overview([run for _, run in done], options.chart)
     if options.brief:
-        judged = [(run, judge_all(one.gates, run)) for one, run in done]
+        judged = [(run, judge_all(experiment.gates, run)) for experiment, run in done]
         print("\n".join(aligned(table) for table in brief_tables(judged) if len(table) > 1))
     missing = [name for name in by_name if name not in {run.name for _, run in done}]
     if missing:

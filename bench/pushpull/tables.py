@@ -77,8 +77,8 @@ def judge(gate: Gate, run: Run) -> Verdict:
     ours = run.of("byteps", gate.case)
     theirs = run.of(gate.base, gate.base_case or gate.case)
     if gate.kind == "cpu":
-        mine, base = cpu_s_per_gb(ours, "byteps"), cpu_s_per_gb(theirs, gate.base)
-        return Verdict(gate=gate, value=mine / base if mine and base else None)
+        own, base = cpu_s_per_gb(ours, "byteps"), cpu_s_per_gb(theirs, gate.base)
+        return Verdict(gate=gate, value=own / base if own and base else None)
     spread = ratio(ours, theirs)
     return Verdict(gate=gate, value=spread.value, spread=spread)
 
@@ -107,16 +107,16 @@ class Experiment:
 def demand_hardware(experiments: Sequence[Experiment]) -> None:
     """Raise ValueError for experiments that this machine cannot measure."""
     there = len(os.sched_getaffinity(0))
-    for one in experiments:
-        if there < one.processors:
+    for experiment in experiments:
+        if there < experiment.processors:
             raise ValueError(
-                f"{one.name} needs {one.processors} cores, and there are {there}: "
+                f"{experiment.name} needs {experiment.processors} cores, and there are {there}: "
                 "run it on a larger machine, or show what was recorded there with --from-json"
             )
-        if one.plan.device == "cuda" and not torch.cuda.is_available():
+        if experiment.plan.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(
-                f"{one.name} needs a GPU, and torch finds none: take the same experiments of CPU "
-                "tensors (--set fast), or show what was recorded elsewhere with --from-json"
+                f"{experiment.name} needs a GPU, and torch finds none: take the same experiments "
+                "of CPU tensors (--set fast), or show what was recorded elsewhere with --from-json"
             )
 
 
@@ -167,16 +167,16 @@ def ratio_pairs(run: Run) -> list[tuple[Case, str, str, Ratio]]:
 
 def ratio_table(run: Run) -> list[Sequence[str]]:
     lines: list[Sequence[str]] = [RATIO_HEAD]
-    for case, ours, theirs, found in ratio_pairs(run):
+    for case, ours, theirs, median in ratio_pairs(run):
         lines.append(
             (
                 show_size(case.size),
                 case.type_name,
                 ours,
                 theirs,
-                f"{found.value:.3f}",
-                f"{found.low:.3f}..{found.high:.3f}",
-                str(found.launches),
+                f"{median.value:.3f}",
+                f"{median.low:.3f}..{median.high:.3f}",
+                str(median.launches),
             )
         )
     return lines
@@ -207,7 +207,7 @@ BRIEF_HEAD = (
 
 def _brief_cells(run: Run, row: Row) -> list[str]:
     """Return the cells of a row. The spread is that of the launches' medians."""
-    medians = [percentile(one.samples_s, 50) * 1e3 for one in run.of(row.backend, row.case)]
+    medians = [percentile(outcome.samples_s, 50) * 1e3 for outcome in run.of(row.backend, row.case)]
     return [
         *(run.name, row.backend, show_size(row.case.size), f"{row.p50_s * 1e3:.3f}"),
         *(f"{min(medians):.3f}..{max(medians):.3f}", f"{row.algbw / 1e9:.3f}"),
@@ -248,10 +248,10 @@ def _against(run: Run, case: Case) -> Iterator[tuple[str, str, Ratio | None]]:
         yield "-", "-", None
 
 
-def _spread(found: Ratio | None) -> tuple[str, str]:
-    if found is None:
+def _spread(median: Ratio | None) -> tuple[str, str]:
+    if median is None:
         return "-", "-"
-    return f"{found.value:.3f}", f"{found.low:.3f}..{found.high:.3f}"
+    return f"{median.value:.3f}", f"{median.low:.3f}..{median.high:.3f}"
 
 
 def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
@@ -261,8 +261,8 @@ def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
         ours = row(run, run.plan.backends[0], case)
         limit = "-" if ours.of_limit is None else f"{ours.of_limit:.3f}"
         head = (experiment.name, f"{show_size(case.size)} {case.type_name}", _ms(ours.p50_s), limit)
-        for other, its, found in _against(run, case):
-            lines.append((*head, other, its, *_spread(found)))
+        for other, its, median in _against(run, case):
+            lines.append((*head, other, its, *_spread(median)))
     return lines
 
 
@@ -285,7 +285,9 @@ def launches_of(pairs: Sequence[tuple[Experiment, Run]]) -> str:
 
 def missed(pairs: Sequence[tuple[Experiment, Run]]) -> str:
     """Describe how many thresholds are reached. Name those that are missed."""
-    verdicts = [(one, v) for one, run in pairs for v in judge_all(one.gates, run)]
+    verdicts = [
+        (experiment, v) for experiment, run in pairs for v in judge_all(experiment.gates, run)
+    ]
     good = sum(verdict.ok for _, verdict in verdicts)
     text = f"Thresholds met: {good} of {len(verdicts)}."
     for experiment, verdict in verdicts:

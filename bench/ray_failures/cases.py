@@ -395,26 +395,26 @@ class Runner:
 
 def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     """Return descriptions of deviations. Empty if the job has survived the failure."""
-    found, whole = [], uninterrupted.losses
+    wrong, whole = [], uninterrupted.losses
     failures = outcome.of("failure")
     count = len(outcome.of("generation"))
     # On a busy machine, time limits of steps may end more generations than planned.
     if count < case.generations or (count > case.generations and not case.limits):
-        found.append(f"{count} generations instead of {case.generations}: {failures}")
+        wrong.append(f"{count} generations instead of {case.generations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):
-        found.append(f"the blame is {str(failures[0]['failure'])!r}, not {case.blames!r}")
+        wrong.append(f"the blame is {str(failures[0]['failure'])!r}, not {case.blames!r}")
     if sorted(whole) != list(range(1, STEPS + 1)):
-        found.append(f"the run without faults has the steps {sorted(whole)}")
+        wrong.append(f"the run without faults has the steps {sorted(whole)}")
     if sorted(outcome.losses) != sorted(whole):
-        found.append(f"steps {sorted(outcome.losses)} instead of {sorted(whole)}")
+        wrong.append(f"steps {sorted(outcome.losses)} instead of {sorted(whole)}")
     for step, losses in outcome.losses.items():
         # The losses of every generation count, before and after the failure.
         if set(losses) != set(whole.get(step, [])):
-            found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
+            wrong.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
     recovered = outcome.of("recovered")
     repeated = [step["step"] for step in outcome.steps if step["generation"]]
     if case.memory_every is not None and min(repeated, default=1) == 1:
-        found.append("training began anew, not from the state in memory")
+        wrong.append("training began anew, not from the state in memory")
     if case.generations > 1 and not recovered:
-        found.append("no recovery was reported")
-    return found
+        wrong.append("no recovery was reported")
+    return wrong

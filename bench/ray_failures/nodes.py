@@ -100,10 +100,10 @@ def _kill(name: str) -> None:
     starts a new process."""
     stopped: dict[int, psutil.Process] = {}
     while True:
-        found = [process for process in _processes(name) if process.pid not in stopped]
-        if not found:
+        running = [process for process in _processes(name) if process.pid not in stopped]
+        if not running:
             break
-        for process in found:
+        for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGSTOP)
             stopped[process.pid] = process
@@ -116,13 +116,13 @@ def _kill(name: str) -> None:
 def _processes(name: str) -> list[psutil.Process]:
     """Return the processes of a node. Their environment names the node; a process title may have
     overwritten their children's."""
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(_MARK) == name:
-                for one in (process, *process.children(recursive=True)):
-                    found[one.pid] = one
-    return list(found.values())
+                for member in (process, *process.children(recursive=True)):
+                    by_pid[member.pid] = member
+    return list(by_pid.values())
 
 
 # This script trains nothing. It makes three steps, each with a sum.

@@ -47,12 +47,12 @@ TABLE = Table(
 )
 
 
-def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
+def row(title: str, outcome: Outcome, faults: Sequence[str]) -> list[str]:
     """Return a row of the table. Of several recoveries, the last counts."""
     spent = outcome.of("recovered")[-1]["phases"].seconds() if outcome.of("recovered") else {}
     times = [f"{spent[name]:.1f}" if name in spent else "-" for name in COLUMNS]
     blame = str(outcome.of("failure")[0]["failure"]) if outcome.of("failure") else "-"
-    wrong = f"; **not survived**: {'; '.join(found)}" if found else ""
+    wrong = f"; **not survived**: {'; '.join(faults)}" if faults else ""
     cells = [title, f"`{blame.splitlines()[0]}`{wrong}", *times]
     return [cell.replace("|", "/") for cell in cells]
 
@@ -97,9 +97,9 @@ def main() -> int:
                             outcome = there.run(name, case)
                     else:
                         outcome = runner.run(name, case)
-                    found = problems(case, outcome, runner.uninterrupted(case))
-                    cells = row(case.title, outcome, found)
-                    good = good and not found
+                    faults = problems(case, outcome, runner.uninterrupted(case))
+                    cells = row(case.title, outcome, faults)
+                    good = good and not faults
                     print(line(cells), flush=True)
                     if options.markdown is not None:
                         TABLE.put(options.markdown, [cells], machine())

@@ -69,10 +69,10 @@ def perftest(spec: Spec) -> float:
                 time.sleep(0.3)
         finally:
             server.kill()
-    found = re.search(rf"^ *{spec.size} +\d+ +[\d.]+ +([\d.]+)", client.stdout, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^ *{spec.size} +\d+ +[\d.]+ +([\d.]+)", client.stdout, re.MULTILINE)
+    if match is None:
         raise LaunchError(f"ib_write_bw printed no figure: {client.stdout}")
-    return float(found[1]) * (1 << 20)
+    return float(match[1]) * (1 << 20)
 
 
 @contextmanager

@@ -82,8 +82,8 @@ def judge(result: Mapping[str, Any]) -> list[Bar]:
     goodput, delays = result["goodput"], result["delays"]
     pairs = zip(goodput["two planes"], goodput["ib_write_bw"], strict=True)
     share = median(ours / theirs for ours, theirs in pairs)
-    one, two = ([run["p99"] for run in delays[name]] for name in ("one plane", "two planes"))
-    gain = median(a / b for a, b in zip(one, two, strict=True))
+    together, two = ([run["p99"] for run in delays[name]] for name in ("one plane", "two planes"))
+    gain = median(a / b for a, b in zip(together, two, strict=True))
     idle = max(result["idle"]["rdma"].values())
     return [
         Bar(

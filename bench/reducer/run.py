@@ -211,9 +211,9 @@ def report(results: Sequence[Result], options: argparse.Namespace, meta: dict[st
     print(aligned([HEAD, *(result.cells(least) for result in results)]))
     if options.json:
         whole: dict[str, Any] = {"schema": SCHEMA, "meta": meta}
-        whole["results"] = [{**asdict(one), "of_limit": one.of_limit} for one in results]
+        whole["results"] = [{**asdict(result), "of_limit": result.of_limit} for result in results]
         options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(one.wrong or one.misses(least) for one in results) else 0
+    return 1 if any(result.wrong or result.misses(least) for result in results) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -88,8 +88,8 @@ class Servers:
 
     def kill(self, rank: int) -> None:
         """Kill the server of this rank by SIGKILL."""
-        mine = f"this is server {rank},"
-        (title,) = (one for one in self._titles if mine in self._processes.text_of(one))
+        line = f"this is server {rank},"
+        (title,) = (title for title in self._titles if line in self._processes.text_of(title))
         self._titles.remove(title)
         self._processes.kill(title)
 
@@ -337,7 +337,9 @@ class Deaths:
             self._next = job.start(number)
         if now < self._due:
             return
-        (life,) = (one for one in job.running() if one.replica == number and one is not self._next)
+        (life,) = (
+            life for life in job.running() if life.replica == number and life is not self._next
+        )
         job.kill(life)
         life = self._next or job.start(number)
         self.all.append({"killed": f"replica {number}", "at": now, "life": life})
@@ -358,11 +360,11 @@ def measure_slow(options: argparse.Namespace) -> dict[str, Any]:
     """Measure with a slow replica. Raises LaunchError."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     alone = argparse.Namespace(**{**vars(options), "slow": 1.0})
-    jobs = [train(one, dataset.prefix, lambda job, now: None) for one in (alone, options)]
+    jobs = [train(setting, dataset.prefix, lambda job, now: None) for setting in (alone, options)]
     usual, slowed = (_step_s(job, options.every) for job in jobs)
-    told = [
-        (int(found.group(1)), int(found.group(2)))
-        for found in _LEFT_OUT.finditer(jobs[1].lives[-1].text)
+    ranges = [
+        (int(match.group(1)), int(match.group(2)))
+        for match in _LEFT_OUT.finditer(jobs[1].lives[-1].text)
     ]
     return {
         "meta": metadata(sys.argv[1:]),
@@ -371,7 +373,7 @@ def measure_slow(options: argparse.Namespace) -> dict[str, Any]:
         "slowed_step_s": slowed,
         "cost": slowed / usual - 1,
         "steps": options.steps,
-        "left_out": sum(last - first + 1 for first, last in told),
+        "left_out": sum(last - first + 1 for first, last in ranges),
         "checksums": sorted({life.record.checksum for life in jobs[1].lives}),
     }
 
@@ -396,10 +398,10 @@ def summary(
         longest = max(b - a for a, b in itertools.pairwise(steps))
         back = _BACK.search(death["life"].text) if "life" in death else None
         waits = [
-            float(found.group(2))
+            float(match.group(2))
             for life in job.lives
-            for found in _JOINED.finditer(life.text)
-            if back and found.group(1) == back.group(1)
+            for match in _JOINED.finditer(life.text)
+            if back and match.group(1) == back.group(1)
         ]
         rows.append(
             {

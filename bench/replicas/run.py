@@ -87,7 +87,7 @@ def step_s(run: Run) -> float:
 def over(runs: Runs, name: str, of: Callable[[Run], float]) -> list[float]:
     """Return, for each seed, the relative difference between a value and the first run's."""
     first = next(iter(runs.values()))
-    return [of(mine) / of(theirs) - 1 for mine, theirs in zip(runs[name], first, strict=True)]
+    return [of(own) / of(theirs) - 1 for own, theirs in zip(runs[name], first, strict=True)]
 
 
 def common_loss(run: Run, first: Run) -> float | None:
@@ -97,9 +97,9 @@ def common_loss(run: Run, first: Run) -> float | None:
     every, after = run["every"], run["after"]
     if not every or every == 1:
         return None
-    mine, theirs = run["losses"], first["losses"]
-    begins = range(after + every, len(mine), every)
-    apart = [mine[at] / theirs[at] - 1 for at in begins if at >= len(mine) // 2]
+    own, theirs = run["losses"], first["losses"]
+    begins = range(after + every, len(own), every)
+    apart = [own[at] / theirs[at] - 1 for at in begins if at >= len(own) // 2]
     return statistics.fmean(apart) if apart else None
 
 
@@ -112,11 +112,11 @@ def rows(runs: Runs) -> list[Sequence[str]]:
             slower = statistics.fmean(over(runs, name, step_s))
             apart = [_relative(over(runs, name, loss)), f"{slower:+.2%}"]
         common = [common_loss(*pair) for pair in zip(seeds, runs[first], strict=True)]
-        found = [one for one in common if one is not None]
+        known = [ratio for ratio in common if ratio is not None]
         pushed = statistics.fmean(per_step(run, "pushed_bytes") for run in seeds)
         table.append(
             [
-                *(name, f"{_mean(loss, seeds):.4f}", apart[0], _relative(found) if found else ""),
+                *(name, f"{_mean(loss, seeds):.4f}", apart[0], _relative(known) if known else ""),
                 *(f"{pushed / 1e3:.1f}", f"{_mean(step_s, seeds):.3f}", apart[1]),
             ]
         )
@@ -138,16 +138,16 @@ def problems(
 ) -> list[str]:
     """Return descriptions of losses and times above their limits. ``names`` maps the limits' keys
     to names of ``runs``."""
-    first, found = next(iter(runs)), []
+    first, wrong = next(iter(runs)), []
     for what, of, limits in (("loss", loss, at_most), ("time of a step", step_s, slower)):
         for key, limit in limits.items():
             above = statistics.fmean(over(runs, names[key], of))
             if not above <= limit:
-                found.append(
+                wrong.append(
                     f"{names[key]}: the {what} is {above:+.2%} over that of {first}, more than "
                     f"{limit:.2%}"
                 )
-    return found
+    return wrong
 
 
 def draw(runs: Runs, path: Path) -> None:
@@ -162,7 +162,7 @@ def draw(runs: Runs, path: Path) -> None:
     smooth = max(10, len(first) // 50)
     for number, (name, losses) in enumerate(means.items()):
         above.plot(gpt.smooth(losses, smooth), label=name, color=f"C{number}", linewidth=1.2)
-        apart = [100 * (mine / one - 1) for mine, one in zip(losses, first, strict=True)]
+        apart = [100 * (own / theirs - 1) for own, theirs in zip(losses, first, strict=True)]
         below.plot(gpt.smooth(apart, smooth), color=f"C{number}", linewidth=1.0)
     above.set_ylabel("loss per byte, mean of replicas")
     below.set_ylabel(f"% over {next(iter(runs))}")
@@ -365,11 +365,11 @@ def train(options: argparse.Namespace, prefix: Path, setting: Setting | None, se
             command += ["--record-steps", str(records[-1]), *arguments_of_world(world)]
             processes.start(f"rank-{number}", command, host, {**environment, **variables})
         processes.wait_all(options.timeout)
-        found = [read_record(path) for path in records]
-        if not all(record.checksum for record in found):
+        finished = [read_record(path) for path in records]
+        if not all(record.checksum for record in finished):
             raise LaunchError(f"training ended without its record\n{processes.logs()}")
     every, after = setting or (None, 0)
-    return {"every": every, "after": after, "seed": seed, **summary(found)}
+    return {"every": every, "after": after, "seed": seed, **summary(finished)}
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     return {
         "ends_s": [step.seconds for step in first],
         "pushed_bytes": [step.pushed_bytes for step in first],
-        "losses": [statistics.fmean(step.loss for step in one) for one in steps],
+        "losses": [statistics.fmean(step.loss for step in replicas) for replicas in steps],
         "checksums": sorted({record.checksum for record in records}),
     }
 
@@ -396,13 +396,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train all runs. Raises LaunchError if one fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     settings = [*([None] if options.sites is None else []), *options.settings.values()]
-    asked = [(setting, seed) for seed in range(1, options.seeds + 1) for setting in settings]
+    pairs = [(setting, seed) for seed in range(1, options.seeds + 1) for setting in settings]
     runs: dict[str, list[Run]] = {name_of(setting): [] for setting in settings}
     options.out.mkdir(parents=True, exist_ok=True)
 
     def train_one(setting: Setting | None, seed: int) -> Run:
-        asked = alone(options) if setting is None and options.alone else options
-        run = train(asked, dataset.prefix, setting, seed)
+        chosen = alone(options) if setting is None and options.alone else options
+        run = train(chosen, dataset.prefix, setting, seed)
         # The results of finished runs are kept even if a later run fails.
         name = f"{name_of(setting)}, seed {seed}"
         (options.out / f"{name}.json").write_text(json.dumps(run) + os.linesep)
@@ -410,8 +410,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return run
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = pool.map(lambda one: train_one(*one), asked)
-        for (setting, _), run in zip(asked, found, strict=True):
+        made = pool.map(lambda pair: train_one(*pair), pairs)
+        for (setting, _), run in zip(pairs, made, strict=True):
             runs[name_of(setting)].append(run)
     return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "runs": runs}
 

@@ -116,10 +116,10 @@ def _ways() -> Iterator[Way]:
     ):
         yield _way(name, arguments)
         short = "byteps" if name == "all-reduce" else f"byteps-{name}"
-        asked = (*arguments, "--use-dpu-reduce")
-        yield _way(short, asked)
+        through = (*arguments, "--use-dpu-reduce")
+        yield _way(short, through)
         for wire in ("bf16", "int8", "int4") if not name.endswith("bf16") else ():
-            yield _way(f"{short}-wire-{wire}", (*asked, "--dpu-reduce-wire-dtype", wire))
+            yield _way(f"{short}-wire-{wire}", (*through, "--dpu-reduce-wire-dtype", wire))
     # This is the sharded recipe with one more flag.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
     yield _way("sharded-bf16-on-servers", recipe)
@@ -147,7 +147,7 @@ def _way(name: str, arguments: tuple[str, ...], settings: Mapping[str, str] = NO
         arguments=arguments,
         settings=settings,
         through_servers=any(flag in arguments for flag in ("--use-dpu-reduce", "--dpu-optimizer")),
-        loss_tolerance=max((_TOLERANCES[one] for one in types), default=Way.loss_tolerance),
+        loss_tolerance=max((_TOLERANCES[dtype] for dtype in types), default=Way.loss_tolerance),
     )
 
 
@@ -277,7 +277,7 @@ def routes_in(log: str) -> str:
 
 def show_memory(launches: Sequence[Trained]) -> str:
     """Format the peak GPU memory of all launches, in GB."""
-    most = max(one.gpu_bytes for one in launches)
+    most = max(launch.gpu_bytes for launch in launches)
     return f"{most / 1e9:.2f}" if most else "-"
 
 
@@ -369,21 +369,25 @@ def run(options: argparse.Namespace) -> list[Trained]:
             for way in options.ways:
                 shown.update(f"launch {index} {way.name}", done=len(done))
                 route = options.route or ("flat" if options.ranks_per_host == 1 else "node-first")
-                one = train(plan, what, way, index, hosts, route)
-                if route == "auto" and one.routes and way.name not in {old.backend for old in done}:
-                    shown.say(one.routes)
-                done.append(one)
+                launch = train(plan, what, way, index, hosts, route)
+                if (
+                    route == "auto"
+                    and launch.routes
+                    and way.name not in {old.backend for old in done}
+                ):
+                    shown.say(launch.routes)
+                done.append(launch)
                 shown.say(
-                    f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms per step; "
-                    f"machine {one.busy:.0%} busy"
+                    f"launch {index} {way.name}: {launch.median_s * 1e3:.1f} ms per step; "
+                    f"machine {launch.busy:.0%} busy"
                 )
     return done
 
 
 def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
     """Return a way's row of the table."""
-    mine = [one for one in done if one.backend == way.name]
-    medians = [one.median_s for one in mine]
+    own = [launch for launch in done if launch.backend == way.name]
+    medians = [launch.median_s for launch in own]
     middle = statistics.median(medians)
     return (
         way.name,
@@ -391,18 +395,20 @@ def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
         str(topology.servers) if way.through_servers else "-",
         f"{middle * 1e3:.1f}",
         f"{min(medians) * 1e3:.1f}..{max(medians) * 1e3:.1f}",
-        f"{mine[0].tokens / middle:,.0f}",
-        f"{mine[-1].losses[-1]:.4f}",
-        show_memory(mine),
-        str(len(mine)),
-        f"{max(one.busy for one in mine):.0%}",
+        f"{own[0].tokens / middle:,.0f}",
+        f"{own[-1].losses[-1]:.4f}",
+        show_memory(own),
+        str(len(own)),
+        f"{max(launch.busy for launch in own):.0%}",
     )
 
 
 def ratio(done: Sequence[Trained], backends: Sequence[str]) -> tuple[float, float, float]:
     """Return how many times as fast the first backend is as the second. The first number is by the
     medians of all launches, the least and the most by the two launches of a round."""
-    ours, theirs = ([one.median_s for one in done if one.backend == name] for name in backends)
+    ours, theirs = (
+        [launch.median_s for launch in done if launch.backend == name] for name in backends
+    )
     each = [b / a for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(theirs) / statistics.median(ours), min(each), max(each)
 
@@ -420,7 +426,7 @@ def complaint(done: Sequence[Trained], workers: int) -> str | None:
                 f"{name}: parameters differ from those of {first.backend}; "
                 "with two workers they may not"
             )
-        tolerance = max(WAYS[one.backend].loss_tolerance for one in (first, other))
+        tolerance = max(WAYS[launch.backend].loss_tolerance for launch in (first, other))
         # Values are compared one by one, because max() may skip NaN.
         for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
             apart = abs(a - b) / abs(a)
@@ -450,7 +456,7 @@ def report(done: Sequence[Trained], options: argparse.Namespace, words: Sequence
     if options.json:
         whole = {"schema": SCHEMA, "meta": meta, "plan": plan.as_json()}
         whole |= {"ratios": {other: value for other, (value, _, _) in ratios.items()}}
-        whole |= {"launches": [asdict(one) for one in done]}
+        whole |= {"launches": [asdict(launch) for launch in done]}
         options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong or missed else 0
 

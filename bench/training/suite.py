@@ -250,13 +250,13 @@ STEPS: tuple[Steps, ...] = (
 def choose(names: Sequence[str] = (), *, on_gpu: bool = True) -> list[Steps]:
     """Return the named experiments, in the order named. Without names, return all for such a
     machine. Raises ValueError for an unknown name."""
-    known = {one.name: one for one in STEPS}
+    known = {steps.name: steps for steps in STEPS}
     for name in names:
         if name not in known:
             raise ValueError(f"there is no experiment {name!r}, but {', '.join(known)}")
     if names:
         return [known[name] for name in names]
-    return [one for one in STEPS if one.on_gpu == on_gpu]
+    return [steps for steps in STEPS if steps.on_gpu == on_gpu]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -264,7 +264,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = ", ".join(one.name for one in STEPS)
+    names = ", ".join(steps.name for steps in STEPS)
     add("--only", nargs="+", default=[], metavar="NAME", help=f"in this order, of {names}")
     add("--launches", type=int, default=1, help="of each backend, interleaved (default: 1)")
     add("--steps", type=int, default=5, help="of a launch (default: 5)")
@@ -318,9 +318,9 @@ def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
     """Return a row for each way."""
     rows: list[tuple[str, ...]] = []
     for way in steps.ways:
-        mine = [one for one in done if one.backend == way]
-        medians = [one.median_s for one in mine]
-        each = [step for one in mine for step in one.step_s]
+        own = [launch for launch in done if launch.backend == way]
+        medians = [launch.median_s for launch in own]
+        each = [step for launch in own for step in launch.step_s]
         middle = statistics.median(medians)
         rows.append(
             (
@@ -329,9 +329,9 @@ def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
                 way,
                 f"{middle * 1e3:.0f}",
                 f"{min(each) * 1e3:.0f}..{max(each) * 1e3:.0f}",
-                f"{mine[0].tokens / middle:,.0f}",
-                show_memory(mine),
-                f"{max(one.busy for one in mine):.0%}",
+                f"{own[0].tokens / middle:,.0f}",
+                show_memory(own),
+                f"{max(launch.busy for launch in own):.0%}",
             )
         )
     return rows
@@ -370,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             judged = [verdict(steps, bar, done) for bar in steps.bars]
             good &= all(ok for ok, _ in judged)
             verdicts += [text for _, text in judged]
-            record["experiments"][steps.name] = [vars(one) for one in done]
+            record["experiments"][steps.name] = [vars(launch) for launch in done]
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except KeyboardInterrupt:

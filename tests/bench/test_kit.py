@@ -53,10 +53,10 @@ def test_a_sum_in_blocks_is_exact(form: str, ranks: int, count: int) -> None:
     ]
     inputs = [filled(pattern, count, "float32", 5) for pattern in everyone]
     if form in MOST:
-        total = rounded(torch.stack([rounded(one, form) for one in inputs]).sum(0), form)
+        total = rounded(torch.stack([rounded(values, form) for values in inputs]).sum(0), form)
     elif form == "fp8":
         padding = (0, -count % BLOCK)
-        sent = [encode(torch.nn.functional.pad(one, padding)) for one in inputs]
+        sent = [encode(torch.nn.functional.pad(values, padding)) for values in inputs]
         total = decode(add(torch.cat(sent), ranks))[:count].clone()
     else:
         total = torch.stack(inputs).sum(0).to(torch.bfloat16).float()
@@ -91,8 +91,8 @@ def test_one_changed_element_is_found() -> None:
     ids=["stale round", "shifted", "another tensor", "a rank is missing", "not summed", "zeros"],
 )
 def test_what_is_no_sum_of_this_round_is_found(wrong: Callable[[], torch.Tensor]) -> None:
-    found = patterns(4096, "float32")[0].count_wrong(wrong(), 3)
-    assert found > 2 * PERIOD
+    wrong_count = patterns(4096, "float32")[0].count_wrong(wrong(), 3)
+    assert wrong_count > 2 * PERIOD
 
 
 def test_exchanged_partitions_are_found() -> None:
@@ -137,9 +137,9 @@ class Summing:
 
 def outcome(spoil: Callable[[int, torch.Tensor], None]) -> Measured:
     case = Case(size=4096, dtype="float32", tensors=2, iters=3, warmup=1)
-    found = measure(case, Summing(spoil), device="cpu", one_clock=True, node_pids=[], label="x")
-    assert found is not None
-    return found
+    measured = measure(case, Summing(spoil), device="cpu", one_clock=True, node_pids=[], label="x")
+    assert measured is not None
+    return measured
 
 
 def test_a_measurement_counts_wrong_elements(one_rank: None) -> None:
@@ -155,6 +155,6 @@ def test_a_measurement_counts_wrong_elements(one_rank: None) -> None:
         if round_ == 0:
             tensor[7] = float("nan")
 
-    found = outcome(spoil_the_warm_up)
-    assert found.wrong == 2
-    assert len(found.samples_s) == 3
+    measured = outcome(spoil_the_warm_up)
+    assert measured.wrong == 2
+    assert len(measured.samples_s) == 3

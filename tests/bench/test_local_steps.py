@@ -65,9 +65,9 @@ def test_outer_steps_are_those_of_nesterov(
     first = torch.randn(NUMEL, generator=generator).to(torch.bfloat16).float()
     gradients = torch.randn(STEPS, replicas, NUMEL, generator=generator).to(torch.bfloat16)
     local = LocalSteps(replicas=replicas, every=EVERY, lr=0.6, momentum=momentum, form=form)
-    found, expected = (of(local, gradients, first) for of in (_trained, _by_torch))
+    trained, expected = (of(local, gradients, first) for of in (_trained, _by_torch))
     moved = (expected - first).norm()
-    assert (found - expected).norm() < tolerance * moved
+    assert (trained - expected).norm() < tolerance * moved
 
 
 def test_summed_steps_are_those_of_one_job() -> None:
@@ -78,5 +78,5 @@ def test_summed_steps_are_those_of_one_job() -> None:
     mean = gradients.float().mean(1, keepdim=True).to(torch.bfloat16)
     summed = LocalSteps(replicas=2, every=EVERY, after=STEPS)
     plain = LocalSteps(replicas=1, every=STEPS, lr=1.0, momentum=0.0)
-    found = _trained(summed, gradients, first)
-    torch.testing.assert_close(found, _by_torch(plain, mean, first), rtol=1e-4, atol=1e-4)
+    trained = _trained(summed, gradients, first)
+    torch.testing.assert_close(trained, _by_torch(plain, mean, first), rtol=1e-4, atol=1e-4)

@@ -33,7 +33,7 @@ def record(losses: list[float], *, step_s: float = 1.0, pushed: int = 0) -> Reco
 
 
 def of(losses: list[list[float]], every: int | None, **how: Any) -> dict[str, Any]:
-    summary = run.summary([record(one, **how) for one in losses])
+    summary = run.summary([record(losses_of, **how) for losses_of in losses])
     return {"every": every, "after": 0, "seed": 1, **summary}
 
 
@@ -54,9 +54,9 @@ def test_what_is_above_its_limit_fails(tmp_path: Path, capsys: pytest.CaptureFix
     assert run.main([*shown, "--at-most", "10=0.03", "--at-most-slower", "10=0.2"]) == 0
     assert picture.stat().st_size > 0
     assert run.main([*shown, "--at-most", "10=0.01", "--at-most-slower", "10=0.05"]) == 1
-    told = capsys.readouterr().out
-    assert "the loss is +2.00% over that of one job, more than 1.00%" in told
-    assert "the time of a step is +10.00% over that of one job, more than 5.00%" in told
+    printed = capsys.readouterr().out
+    assert "the loss is +2.00% over that of one job, more than 1.00%" in printed
+    assert "the time of a step is +10.00% over that of one job, more than 5.00%" in printed
 
 
 # Kills of servers while replicas train, and their display.
@@ -121,8 +121,8 @@ def test_sharded_ways_are_compared_with_the_links() -> None:
     assert frameworks_run.links_ratio("fsdp-bf16", "cpu") == 64 / 48
     assert frameworks_run.links_ratio("fsdp-int8-gathers", "cuda") == 48 / (3 * 8 * 130 / 128)
     ways = ("fsdp", "fsdp-bf16")
-    one = launched(fsdp=[64, 64], fsdp_bf16=[50, 50])
-    assert [row[-2:] for row in frameworks_run.rows([one], ways)] == [["", ""], ["1.33", "0.96"]]
+    launch = launched(fsdp=[64, 64], fsdp_bf16=[50, 50])
+    assert [row[-2:] for row in frameworks_run.rows([launch], ways)] == [["", ""], ["1.33", "0.96"]]
 
 
 # bench/reducer/run.py: every operation is right, a broken operation is found, and thresholds apply.

@@ -105,9 +105,9 @@ def make_run(
                 node_cpu_s=0.1 if backend == "byteps" else None,
                 busy=(busy or {}).get(index, QUIET),
             )
-            kept = measured.busy <= MAX_BUSY
+            is_quiet = measured.busy <= MAX_BUSY
             run.launches.append(
-                Launch(backend=backend, index=index, measured=[measured], kept=kept)
+                Launch(backend=backend, index=index, measured=[measured], kept=is_quiet)
             )
     return run
 
@@ -161,9 +161,9 @@ def test_the_busiest_link_with_servers_of_both_kinds() -> None:
 
 
 def test_the_limit_counts_all_nics() -> None:
-    one = Topology(workers=2, servers=1, emulated_hosts=3, link_bits=8_000_000)
-    two = Topology(**{**one.__dict__, "nics_per_host": 2})
-    assert least_seconds("byteps", one, 1_000_000) == pytest.approx(2.0)
+    one_nic = Topology(workers=2, servers=1, emulated_hosts=3, link_bits=8_000_000)
+    two = Topology(**{**one_nic.__dict__, "nics_per_host": 2})
+    assert least_seconds("byteps", one_nic, 1_000_000) == pytest.approx(2.0)
     assert least_seconds("byteps", two, 1_000_000) == pytest.approx(1.0)
     assert least_seconds("byteps-one-nic", two, 1_000_000) == pytest.approx(2.0)
 
@@ -224,7 +224,7 @@ def test_every_bar_of_a_set_is_about_a_case_of_its_plan(name: str) -> None:
 
 def test_the_documents_chart_shows_its_tables() -> None:
     experiments = parts_in((DOCS / "results/figures.md").read_text())
-    by_label = {one.label: one.of_limit for one in experiments}
+    by_label = {experiment.label: experiment.of_limit for experiment in experiments}
     # The time that the links allow, divided by the backend's time: 0.963 * 4459 / 6494 for gloo.
     assert by_label["4+4-500mbit\n256MiB float32"] == pytest.approx(
         {"byteps": 0.963, "gloo": 0.6612}, rel=1e-3

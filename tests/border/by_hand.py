@@ -78,14 +78,14 @@ class _ScalerByHand:
     def step(self, optimizer: Any) -> None:
         optimizer._average()
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
-        self._found = not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        self._overflowed = not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
         for gradient in gradients:
             gradient.div_(self._scale)
-        if not self._found:
+        if not self._overflowed:
             super(_ByHand, optimizer).step()  # type: ignore[misc]
 
     def update(self) -> None:
-        self._scale *= 0.5 if self._found else 1.0
+        self._scale *= 0.5 if self._overflowed else 1.0
 
     def get_scale(self) -> float:
         return self._scale

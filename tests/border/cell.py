@@ -37,12 +37,12 @@ def run(
     os.environ.pop("BYTEPS_C10D", None)
     plain = interfaces.make(ours.references.get(scenario, ours.reference))
     reference = _run(program, plain, folder, 0.0, rounds)
-    found = _run(program, ours, folder, pause_s, rounds)
-    result = {"reference": reference["values"], "reference_error": reference["error"], **found}
+    outcome = _run(program, ours, folder, pause_s, rounds)
+    result = {"reference": reference["values"], "reference_error": reference["error"], **outcome}
     if scenario == "exit-after-the-last-sum" and os.environ["RANK"] == "1":
         torch.save(result, folder / "rank1.pt")
         os._exit(0)
-    if not found["error"]:
+    if not outcome["error"]:
         # Leaving may fail with a named error if a rank is gone already.
         try:
             ours.end()
@@ -65,7 +65,7 @@ def _run(program: Any, interface: Any, folder: Path, pause_s: float, rounds: int
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
         traceback.print_exc()
-    found = {
+    outcome = {
         "values": this.values,
         "error": error,
         "seconds": time.monotonic() - begin,
@@ -75,7 +75,7 @@ def _run(program: Any, interface: Any, folder: Path, pause_s: float, rounds: int
     }
     if not interface.through_servers:
         interface.end()
-    return found
+    return outcome
 
 
 def _held_tensors(interface: Any) -> int:

@@ -119,14 +119,14 @@ def _differences(
 ) -> list[str]:
     if reference.keys() != values.keys():
         return [f"other values: {sorted(reference.keys() ^ values.keys())}"]
-    found = []
+    differing = []
     for name, wanted in reference.items():
         value = values[name]
         if not torch.isfinite(value).all():
-            found.append(f"{name} is not finite")
+            differing.append(f"{name} is not finite")
         elif not torch.allclose(value, wanted, rtol=tolerance, atol=tolerance):
-            found.append(f"{name} by {float((value - wanted).abs().max()):.3g}")
-    return found[:4]
+            differing.append(f"{name} by {float((value - wanted).abs().max()):.3g}")
+    return differing[:4]
 
 
 def rows(

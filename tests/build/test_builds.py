@@ -206,14 +206,14 @@ def test_no_lock_goes_unseen() -> None:
     """Our own locks are used everywhere, since clang cannot check locks of the standard library."""
     sources = [path for path in (ROOT / "byteps").rglob("*") if path.suffix in (".h", ".cc")]
     assert HEADER in sources
-    found = [
+    lines = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sources
         if path != HEADER and "tests" not in path.parts
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if UNSEEN.search(line)
     ]
-    assert not found, "use base/mutex.h instead"
+    assert not lines, "use base/mutex.h instead"
 
 
 # The arm64 server, cross-compiled, as the server of x86-64 workers, on an emulated CPU.
@@ -277,10 +277,10 @@ def cluster(
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_it_is_for_arm64_and_needs_the_c_library_alone(server: Path) -> None:
-    found = needs(server)
-    assert found.machine == "aarch64"
+    elf = needs(server)
+    assert elf.machine == "aarch64"
     assert platform.machine() == "x86_64", "elsewhere this would be no cross-compilation"
-    found.demand_portable()
+    elf.demand_portable()
 
 
 @pytest.mark.requires("arm64")

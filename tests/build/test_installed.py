@@ -107,7 +107,7 @@ class Machine:
 
     def run(self, *commands: str) -> str:
         """Run commands, each of which must succeed, and get their output."""
-        folders = [*(one for one in SYSTEM if Path(one).exists()), "/dev", sys.base_prefix]
+        folders = [*(folder for folder in SYSTEM if Path(folder).exists()), "/dev", sys.base_prefix]
         script = ENTER.format(
             root=self.root, folders=" ".join(folders), commands="; ".join(commands),
             packages=sysconfig.get_path("purelib"),
@@ -163,7 +163,7 @@ def test_megatron_in_three_commands_and_back(megatron: Machine) -> None:
         "MEGATRON_CPU=1 torchrun --nproc-per-node 2 Megatron-LM/pretrain_dpu_gpt.py "
         f"--use-dpu-reduce --dpu-reduce-backend flat {MODEL}",
     )
-    losses = [float(one) for one in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
     assert len(losses) == 5 and losses[-1] < losses[0], said
     assert re.search(r"BytePS flat .*yes: asked for", said), said
     said = megatron.run(unpatch, f"{uninstall} --yes")
@@ -187,9 +187,9 @@ def test_four_hosts_and_four_server_machines_in_six_commands(megatron: Machine) 
     install, patch, secret, scheduler, server, worker = shown
     assert " --node-rank 0 " in worker
     workers = [worker.replace("--node-rank 0", f"--node-rank {host}") for host in range(4)]
-    cluster = [scheduler, *[server] * 4, *(f"MEGATRON_CPU=1 {one}" for one in workers)]
-    started = " ".join(f'{one} & all="$all $!";' for one in cluster)
+    cluster = [scheduler, *[server] * 4, *(f"MEGATRON_CPU=1 {command}" for command in workers)]
+    started = " ".join(f'{process} & all="$all $!";' for process in cluster)
     said = megatron.run(install, patch, secret, f"{started} for one in $all; do wait $one; done")
-    losses = [float(one) for one in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
     assert len(losses) == 5 and losses[-1] < losses[0], said
     assert re.search(r"BytePS flat .*yes: asked for", said), said

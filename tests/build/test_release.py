@@ -62,14 +62,14 @@ def test_bill_of_materials(files: Path, tmp_path: Path) -> None:
     read: dict[str, Any] = json.loads(bill.read_text())
     assert read["metadata"]["component"]["version"] == RELEASE.version
     assert read["metadata"]["timestamp"] == "2001-09-09T01:46:40+00:00"
-    components = {one["bom-ref"]: one for one in read["components"]}
-    needs = {one["ref"]: set(one.get("dependsOn", [])) for one in read["dependencies"]}
+    components = {component["bom-ref"]: component for component in read["components"]}
+    needs = {component["ref"]: set(component.get("dependsOn", [])) for component in read["dependencies"]}
     names = {path.name for path in files.iterdir()}
     assert needs[RELEASE.name] == names
 
     sodium = "pkg:deb/debian/libsodium@1.0.18-1%2Bdeb12u1?arch=source&distro=debian-12"
     assert components[sodium]["cpe"] == "cpe:2.3:a:libsodium:libsodium:1.0.18:*:*:*:*:*:*:*"
-    (patched,) = (one for one in components if one.startswith("patched:byteps@"))
+    (patched,) = (reference for reference in components if reference.startswith("patched:byteps@"))
     assert needs[patched] == {"ps-lite"}
     upstream = load_lock(ROOT)[0]
     pedigree = components[patched]["pedigree"]
@@ -154,13 +154,13 @@ def test_a_checkout_that_changes_is_not_built_of_two_commits(tmp_path: Path, edi
     env = {**os.environ, "MEGATRON_BYTEPS_CACHE": str(tmp_path / "cache")}
     done = captured([root / "scripts/wheel.sh", *words], 300, env=env, cwd=root)
     made = [path.name for path in (tmp_path / "out").iterdir()]
-    kept = [*tmp_path.glob("cache/servers/*/byteps-server")]
+    cached = [*tmp_path.glob("cache/servers/*/byteps-server")]
     if edit:
         assert "error: the checkout changed while it was built" in done.stderr
-        assert (done.returncode, made, kept) == (1, [], [])
+        assert (done.returncode, made, cached) == (1, [], [])
     else:
         assert done.returncode == 0, done.stderr
-        assert (len(made), len(kept)) == (1, 1)
+        assert (len(made), len(cached)) == (1, 1)
 
 
 # The locks have the packages that the extras require.
@@ -177,8 +177,8 @@ def test_its_environment_holds_what_an_extra_asks_for(name: str) -> None:
     )  # fmt: skip
     versions = dict(re.findall(r"^([a-z0-9-]+)(?:\[[^]]*\])?==([^ ]+)", shown.stdout, re.MULTILINE))
     versions[PROJECT["name"]] = PROJECT["version"]
-    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][name]]
-    for requirement in map(Requirement, asked):
+    required = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][name]]
+    for requirement in map(Requirement, required):
         assert Version(versions[requirement.name]) in requirement.specifier, requirement
 
 

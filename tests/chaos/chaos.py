@@ -75,11 +75,11 @@ def play(
         ThreadPoolExecutor(len(emulations)) as pool,
     ):
 
-        def some(emulation: Emulation) -> list[Result]:
+        def play_seeds(emulation: Emulation) -> list[Result]:
             return _play_on(emulation, left, programs, folder, tell, nursery)
 
         try:
-            results = [result for part in pool.map(some, emulations) for result in part]
+            results = [result for part in pool.map(play_seeds, emulations) for result in part]
         finally:
             left.clear()  # after an interruption no further job begins
     return sorted(results, key=lambda result: result.script.seed)
@@ -292,20 +292,20 @@ class LastingJob(Job):
         if node not in self._processes:
             return node
         self._earlier.append((node, self._processes[node]))
-        return f"{node} again {sum(one == node for one, _ in self._earlier)}"
+        return f"{node} again {sum(life_of == node for life_of, _ in self._earlier)}"
 
     def _start_gone(self) -> None:
         while self._gone:
             node = self._gone.popleft()
             if node == "scheduler":
-                life = 1 + sum(one == node for one, _ in self._earlier)
+                life = 1 + sum(process_of == node for process_of, _ in self._earlier)
                 command = [str(self._programs / "byteps-server"), "--role", node]
                 self._spawn(node, command, self._env, life)
                 continue
             if node.startswith("worker"):
                 self._start_worker(int(node.split()[1]))
                 continue
-            self._start_server(node, 1 + sum(one == node for one, _ in self._earlier))
+            self._start_server(node, 1 + sum(process_of == node for process_of, _ in self._earlier))
 
     # ----- the run
 
@@ -380,8 +380,8 @@ class ReturningJob(LastingJob):
 
     def _await_end(self) -> None:
         deadline = time.monotonic() + LIMIT_S
-        others = [one for node, one in self._processes.items() if node != "scheduler"]
-        while any(one.running for one in others) and time.monotonic() < deadline:
+        others = [process for node, process in self._processes.items() if node != "scheduler"]
+        while any(process.running for process in others) and time.monotonic() < deadline:
             self._start_gone()
             time.sleep(0.02)
         # A scheduler that starts after the job's end waits for another job.

@@ -119,9 +119,9 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
         )
         for _ in range(draw.choice([1, 1, 1, 2]))
     ]
-    kept = seed > PLAIN_SEEDS and draw.random() < 0.7
+    keeps = seed > PLAIN_SEEDS and draw.random() < 0.7
     encrypted = seed > PLAIN_SEEDS and draw.random() < 0.4
-    chosen = {"faults": tuple(faults), "keep": kept, "tls": encrypted}
+    chosen = {"faults": tuple(faults), "keep": keeps, "tls": encrypted}
     return Script(**{**vars(script), **chosen})
 
 

@@ -167,7 +167,7 @@ class Soak(Job):
                 raise RuntimeError(f"{name} ended with {process.status} before the end:\n{tail}")
 
     def _ranks(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+        pids: dict[int, int] = {}
         for task in Path(f"/proc/{self._processes[RANKS].pid}/task").glob("*"):
             for pid in (task / "children").read_text().split():
                 try:
@@ -176,18 +176,18 @@ class Soak(Job):
                     continue
                 values = dict(word.decode().partition("=")[::2] for word in words)
                 if values.get("TORCHELASTIC_RESTART_COUNT") == str(self._expected_life):
-                    found[int(values["RANK"])] = int(pid)
-        return found
+                    pids[int(values["RANK"])] = int(pid)
+        return pids
 
     def _sample(self) -> None:
         pids = {name: (node.pid, 0) for name, node in self._processes.items() if name != RANKS}
         life = self._expected_life
         pids |= {f"worker {rank}": (pid, life) for rank, pid in self._ranks().items()}
         for name, (pid, its_life) in pids.items():
-            one = sample(pid, name, its_life, self._now)
-            if one is not None:
-                self.samples.append(one)
-        seen = {"samples": [asdict(one) for one in self.samples], "events": self.events}
+            taken = sample(pid, name, its_life, self._now)
+            if taken is not None:
+                self.samples.append(taken)
+        seen = {"samples": [asdict(taken) for taken in self.samples], "events": self.events}
         (self.folder / "samples.json").write_text(json.dumps(seen))
 
     def _kill_a_rank(self) -> None:
@@ -235,20 +235,20 @@ class Soak(Job):
 
     def report(self) -> bool:
         """Print the results; return whether all checks passed."""
-        found = trends(self.samples)
+        all_trends = trends(self.samples)
         steps, again, differences = replayed(self.records)
         wrong = [*self._wrong, *differences[:10]]
         wrong += [
-            f"{one.node}, {one.when}: {one.quantity} grew by {one.growth:,.1f}; flat is less than "
-            f"{one.limit:,.1f}"
-            for one in found
-            if not one.flat
+            f"{trend.node}, {trend.when}: {trend.quantity} grew by {trend.growth:,.1f}; flat is "
+            f"less than {trend.limit:,.1f}"
+            for trend in all_trends
+            if not trend.flat
         ]
         kinds = [kind for _, kind in self.events]
         faults = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "none"
         same = "ANOTHER LOSS" if differences else "the same loss to the last bit"
         text = "\n".join(node.text for node in self._processes.values())
-        print(table(found))
+        print(table(all_trends))
         print(
             f"faults: {faults}; connections made again: {text.count('was made again after')}\n"
             f"training: {steps} steps in {len(self.records)} lives; "

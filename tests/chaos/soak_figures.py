@@ -105,9 +105,9 @@ def _long_lives(samples: Sequence[Sample]) -> list[tuple[int, float, float]]:
     """Return the ranks' long generations with their last halves, in seconds since the soak
     began."""
     times: dict[int, list[float]] = defaultdict(list)
-    for one in samples:
-        if one.node.startswith("worker"):
-            times[one.life].append(one.at_s)
+    for taken in samples:
+        if taken.node.startswith("worker"):
+            times[taken.life].append(taken.at_s)
     lengths = {life: max(at) - min(at) for life, at in times.items()}
     longest = max(lengths.values(), default=0.0)
     return [
@@ -124,10 +124,10 @@ def _series(part: Sequence[Sample], quantity: str) -> dict[str, tuple[list[float
     them.
     """
     values: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in part:
-        node = "ranks" if one.node.startswith("worker") else one.node
-        values[node][one.at_s].append(float(getattr(one, quantity)))
-    ranks = len({one.node for one in part if one.node.startswith("worker")})
+    for taken in part:
+        node = "ranks" if taken.node.startswith("worker") else taken.node
+        values[node][taken.at_s].append(float(getattr(taken, quantity)))
+    ranks = len({taken.node for taken in part if taken.node.startswith("worker")})
     return {
         node: (
             [at_s for at_s, several in at.items() if node != "ranks" or len(several) == ranks],
@@ -148,23 +148,23 @@ def trends(samples: Sequence[Sample]) -> list[Trend]:
     A server's memory returns to the kernel between two generations and grows again in the first
     minutes of the next one, so a line through several generations would mean nothing.
     """
-    found = []
+    trends_of = []
     halves = _long_lives(samples)
     for quantity in QUANTITIES:
         medians: dict[str, list[float]] = defaultdict(list)
         for life, begin, end in halves:
-            part = [one for one in samples if begin <= one.at_s <= end]
+            part = [taken for taken in samples if begin <= taken.at_s <= end]
             for node, (times, values) in sorted(_series(part, quantity).items()):
                 medians[node].append(statistics.median(values))
                 growth = slope(times, values) * (times[-1] - times[0])
-                found.append(_trend(node, f"life {life}", quantity, medians[node][-1], growth))
+                trends_of.append(_trend(node, f"life {life}", quantity, medians[node][-1], growth))
         for node, levels in sorted(medians.items()):
             if node == "ranks" or len(levels) < 2:
                 continue
             when = f"lives {halves[0][0]} to {halves[-1][0]}"
             growth = levels[-1] - levels[0]
-            found.append(_trend(node, when, quantity, statistics.median(levels), growth))
-    return sorted(found, key=lambda one: (one.node, one.when))
+            trends_of.append(_trend(node, when, quantity, statistics.median(levels), growth))
+    return sorted(trends_of, key=lambda trend: (trend.node, trend.when))
 
 
 def _trend(node: str, when: str, quantity: str, median: float, growth: float) -> Trend:
@@ -191,13 +191,13 @@ def replayed(records: Sequence[Path]) -> tuple[int, int, list[str]]:
     return len(losses), again, wrong
 
 
-def table(found: Sequence[Trend]) -> str:
+def table(all_trends: Sequence[Trend]) -> str:
     lines = [f"{'process':11}{'when':>13}{'quantity':>13}{'median':>12}{'growth':>12}{'limit':>10}"]
-    for one in found:
-        scale, unit = (2**20, " MiB") if one.quantity == "memory" else (1, "")
+    for trend in all_trends:
+        scale, unit = (2**20, " MiB") if trend.quantity == "memory" else (1, "")
         lines.append(
-            f"{one.node:11}{one.when:>13}{one.quantity:>13}"
-            f"{one.median / scale:8.2f}{unit:4}{one.growth / scale:+8.2f}{unit:4}"
-            f"{one.limit / scale:6.2f}{unit:4}{'' if one.flat else '  GROWS'}"
+            f"{trend.node:11}{trend.when:>13}{trend.quantity:>13}"
+            f"{trend.median / scale:8.2f}{unit:4}{trend.growth / scale:+8.2f}{unit:4}"
+            f"{trend.limit / scale:6.2f}{unit:4}{'' if trend.flat else '  GROWS'}"
         )
     return "\n".join(lines)

@@ -98,7 +98,7 @@ def samples(
 ) -> list[Sample]:
     """Make noisy samples of generations of an hour each, in which a quantity of a process grows."""
     noise = random.Random(3)
-    found = []
+    taken = []
     for number in range(int(lives * 3600 / EVERY_S)):
         at_s = number * EVERY_S
         life = int(at_s // 3600)
@@ -110,12 +110,12 @@ def samples(
             if number % 10 == 7:  # a replaced connection
                 values["descriptors"] += 6
             its_life = life if name.startswith("worker") else 0
-            found.append(Sample(at_s=at_s, node=name, life=its_life, **values))
-    return found
+            taken.append(Sample(at_s=at_s, node=name, life=its_life, **values))
+    return taken
 
 
-def grown(found: list[Sample]) -> set[tuple[str, str, str]]:
-    return {(one.node, one.quantity, one.when) for one in trends(found) if not one.flat}
+def grown(taken: list[Sample]) -> set[tuple[str, str, str]]:
+    return {(trend.node, trend.quantity, trend.when) for trend in trends(taken) if not trend.flat}
 
 
 @pytest.mark.parametrize(

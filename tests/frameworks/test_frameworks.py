@@ -185,12 +185,14 @@ def demand_same(ours: Learned, theirs: Learned, *, bits: bool) -> None:
     assert len(ours.after) == len(theirs.after) > 0
     for number, before in enumerate(theirs.before):
         assert torch.equal(ours.before[number], before), "another model"
-        mine, other = ours.after[number], theirs.after[number]
+        our_parameter, other = ours.after[number], theirs.after[number]
         update = (other - before).abs().max()
         assert update > 0, f"parameter {number} did not learn"
-        difference = (mine - other).abs().max()
+        difference = (our_parameter - other).abs().max()
         if bits:
-            assert torch.equal(mine, other), f"parameter {number}: {difference} of {update}"
+            assert torch.equal(our_parameter, other), (
+                f"parameter {number}: {difference} of {update}"
+            )
         close = CLOSE * update + ours.steps * ROUNDED * other.abs().max()
         assert difference <= close, f"parameter {number}: {difference} of {update}"
 
@@ -228,9 +230,9 @@ def test_shards_the_same(run_dir: Path, name: str) -> None:
 
 def demand_near(ours: Learned, theirs: Learned) -> None:
     """Check that both have made nearly the same update, and not the same one."""
-    before, mine, other = (
+    before, own, other = (
         torch.cat([each.flatten() for each in values])
         for values in (theirs.before, ours.after, theirs.after)
     )
-    distance = float((mine - other).norm() / (other - before).norm())
+    distance = float((own - other).norm() / (other - before).norm())
     assert 0 < distance < NEAR, distance

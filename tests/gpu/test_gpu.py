@@ -217,12 +217,14 @@ def test_offload_gives_the_memory_back_and_changes_no_bit(run_dir: Path) -> None
         assert len(set(first)) == len(first), "a step changed nothing"
         assert all(other == first for other in others)
     for name, ranks in (("away", away), ("stays", stays), ("NCCL", nccl)):
-        for rank, one in enumerate(ranks):
-            shown = ", ".join(f"{phase} {n / 2**20:,.0f} MiB" for phase, n in one["bytes"].items())
+        for rank, rank_result in enumerate(ranks):
+            shown = ", ".join(
+                f"{phase} {n / 2**20:,.0f} MiB" for phase, n in rank_result["bytes"].items()
+            )
             print(f"{name}, rank {rank}: most on the GPU in phase {shown}")
-    for one in away:
+    for rank_result in away:
         # The buffers have bf16 parameters and fp32 gradients.
-        assert one["held"]["step"] >= 6 * PARAMETERS
-        assert one["held"]["away"] == 0
+        assert rank_result["held"]["step"] >= 6 * PARAMETERS
+        assert rank_result["held"]["away"] == 0
         # BytePS keeps nothing on the GPU.
-        assert one["bytes"]["away"] < 0.05 * one["bytes"]["step"]
+        assert rank_result["bytes"]["away"] < 0.05 * rank_result["bytes"]["step"]

@@ -152,7 +152,7 @@ def test_tests_lie_where_the_code_lies() -> None:
     tests = REPOSITORY / "byteps/tests"
     folders = {
         path.relative_to(tests).as_posix() + "/"
-        for path in {found.parent for found in tests.rglob("*_test.cc")}
+        for path in {file.parent for file in tests.rglob("*_test.cc")}
     }
     rooms = tuple(f"{room}/" for room in BELOW)
     assert [folder for folder in folders if not folder.startswith(rooms)] == []
@@ -174,8 +174,8 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def cpp_sources() -> list[Path]:
-    found = [path for path in CODE.rglob("*") if path.suffix in (".cc", ".h")]
-    return [path for path in found if path != CODE / "base/invariant.h"]  # it explains their use
+    paths = [path for path in CODE.rglob("*") if path.suffix in (".cc", ".h")]
+    return [path for path in paths if path != CODE / "base/invariant.h"]  # it explains their use
 
 
 def test_every_invariant_is_in_the_table() -> None:

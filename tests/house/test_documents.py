@@ -147,13 +147,13 @@ def prose(text: str, *, tables: bool = True) -> str:
 
 def faults(text: str) -> list[str]:
     """Make a line for each word that has a better replacement."""
-    found = []
+    wrong = []
     for pattern, instead in INSTEAD.items():
         for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.I):
             line = text.count("\n", 0, match.start()) + 1
             words = " ".join(match[0].split())
-            found.append(f"line {line}: '{words}': write {instead}")
-    return found
+            wrong.append(f"line {line}: '{words}': write {instead}")
+    return wrong
 
 
 def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
@@ -196,20 +196,20 @@ def shown(path: Path) -> str:
 def test_field_words(page: Path) -> None:
     part = page.relative_to(REPOSITORY).parts[1:2]
     tables = part not in [("design",), ("results",)]
-    found = faults(prose(page.read_text(encoding="utf-8"), tables=tables))
-    assert not found, "\n".join([f"{page.relative_to(REPOSITORY)}:", *found])
+    wrong = faults(prose(page.read_text(encoding="utf-8"), tables=tables))
+    assert not wrong, "\n".join([f"{page.relative_to(REPOSITORY)}:", *wrong])
 
 
 def test_field_words_in_errors_and_help() -> None:
     assert len(SOURCES) > 300
-    found = [
+    wrong = [
         f"{path.relative_to(REPOSITORY)}, {fault}"
         for path in SOURCES
         for fault in faults(shown(path))
     ]
     for name in OTHERS:
-        found += [f"{name}, {fault}" for fault in faults((REPOSITORY / name).read_text())]
-    assert not found, "\n".join(found)
+        wrong += [f"{name}, {fault}" for fault in faults((REPOSITORY / name).read_text())]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_pages_stay_short() -> None:
@@ -326,7 +326,7 @@ def test_each_command_is_tried_or_has_a_reason() -> None:
         if COMMAND.match(line)
     ]
     known = {**TRIED, **NOT_TRIED}
-    missing = [line for line in lines if not any(re.match(one, line) for one in known)]
+    missing = [line for line in lines if not any(re.match(pattern, line) for pattern in known)]
     assert not missing, "\n".join(missing)
     for pattern in known:
         assert any(re.match(pattern, line) for line in lines), f"no page has {pattern}"
@@ -368,7 +368,7 @@ def test_counts_are_of_one_number() -> None:
 
 def test_what_was_run_is_in_the_tables_of_correctness() -> None:
     rows, features = rows_of_results(DOCS), {feature.name: feature for feature in FEATURES}
-    for name, told, *_ in _rows("features"):
-        if told != "accepted, never run":
-            assert told in rows, f"{name}: no table has {told} any more: `make recipes`"
-            assert told in features[name].rows, name
+    for name, outcome, *_ in _rows("features"):
+        if outcome != "accepted, never run":
+            assert outcome in rows, f"{name}: no table has {outcome} any more: `make recipes`"
+            assert outcome in features[name].rows, name

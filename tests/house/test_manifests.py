@@ -32,9 +32,9 @@ RUNS = ("Deployment", "StatefulSet", "Job")
 
 
 def of_kind(*kinds: str) -> list[dict[str, Any]]:
-    found = [one for one in KUBERNETES if one["kind"] in kinds]
-    assert found, kinds
-    return found
+    chosen = [manifest for manifest in KUBERNETES if manifest["kind"] in kinds]
+    assert chosen, kinds
+    return chosen
 
 
 def template(workload: dict[str, Any]) -> dict[str, Any]:
@@ -50,34 +50,36 @@ def container(workload: dict[str, Any]) -> dict[str, Any]:
     return container_of(template(workload))
 
 
-def component(one: dict[str, Any]) -> str:
-    return one["metadata"]["labels"]["app.kubernetes.io/component"]
+def component(run: dict[str, Any]) -> str:
+    return run["metadata"]["labels"]["app.kubernetes.io/component"]
 
 
 def workload(name: str) -> dict[str, Any]:
-    (found,) = [one for one in of_kind(*RUNS) if component(one) == name]
-    return found
+    (run,) = [run for run in of_kind(*RUNS) if component(run) == name]
+    return run
 
 
 def matches(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
-@pytest.mark.parametrize("service", of_kind("Service"), ids=lambda one: one["metadata"]["name"])
+@pytest.mark.parametrize(
+    "service", of_kind("Service"), ids=lambda service: service["metadata"]["name"]
+)
 def test_a_service_finds_its_pods(service: dict[str, Any]) -> None:
     selected = [
-        one
-        for one in of_kind(*RUNS)
-        if matches(service["spec"]["selector"], template(one)["metadata"]["labels"])
+        run
+        for run in of_kind(*RUNS)
+        if matches(service["spec"]["selector"], template(run)["metadata"]["labels"])
     ]
-    assert [component(one) for one in selected] == [component(service)]
+    assert [component(run) for run in selected] == [component(service)]
     ports = {port["containerPort"] for port in container(selected[0])["ports"]}
     assert {port["port"] for port in service["spec"]["ports"]} <= ports
 
 
-@pytest.mark.parametrize("one", of_kind(*RUNS), ids=component)
-def test_a_pod_is_confined(one: dict[str, Any]) -> None:
-    pod, inside = template(one)["spec"], container(one)
+@pytest.mark.parametrize("run", of_kind(*RUNS), ids=component)
+def test_a_pod_is_confined(run: dict[str, Any]) -> None:
+    pod, inside = template(run)["spec"], container(run)
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert inside["securityContext"]["allowPrivilegeEscalation"] is False
@@ -87,7 +89,7 @@ def test_a_pod_is_confined(one: dict[str, Any]) -> None:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     for policy in of_kind("NetworkPolicy"):
         allowed = policy["spec"]["podSelector"]["matchLabels"]
-        assert matches(allowed, template(one)["metadata"]["labels"])
+        assert matches(allowed, template(run)["metadata"]["labels"])
 
 
 @pytest.mark.parametrize("name", ["scheduler", "server"])
@@ -98,7 +100,7 @@ def test_a_node_is_asked_how_it_is(name: str) -> None:
 
 
 def test_the_numbers_agree() -> None:
-    (settings,) = [one["data"] for one in of_kind("ConfigMap")]
+    (settings,) = [manifest["data"] for manifest in of_kind("ConfigMap")]
     workers = workload("worker")["spec"]
     words = container(workload("worker"))["args"]
     assert int(settings["DMLC_NUM_SERVER"]) == workload("server")["spec"]["replicas"]
@@ -110,7 +112,9 @@ def test_the_numbers_agree() -> None:
     where = f"{settings['DMLC_PS_ROOT_URI']}:{settings['DMLC_PS_ROOT_PORT']}"
     assert words[words.index("--scheduler") + 1] == where
     assert settings["DMLC_PS_ROOT_URI"] in [
-        one["metadata"]["name"] for one in of_kind("Service") if component(one) == "scheduler"
+        service["metadata"]["name"]
+        for service in of_kind("Service")
+        if component(service) == "scheduler"
     ]
     composed = COMPOSE["services"]
     nodes = [name for name in composed if name.startswith("worker-")]
@@ -119,14 +123,16 @@ def test_the_numbers_agree() -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    found = {f"kubernetes-{component(one)}": container(one)["args"] for one in of_kind(*RUNS)}
-    return found | {f"compose-{n}": one["command"] for n, one in COMPOSE["services"].items()}
+    commands_of = {f"kubernetes-{component(run)}": container(run)["args"] for run in of_kind(*RUNS)}
+    return commands_of | {
+        f"compose-{n}": entry["command"] for n, entry in COMPOSE["services"].items()
+    }
 
 
 @pytest.mark.parametrize("name", commands())
 def test_a_command_is_one_that_the_image_knows(name: str) -> None:
     """The entry points accept these arguments; `make test-images` tests Megatron's own."""
-    (settings,) = [one["data"] for one in of_kind("ConfigMap")]
+    (settings,) = [manifest["data"] for manifest in of_kind("ConfigMap")]
     command = commands()[name]
     if "worker" in name:
         line = [str(ROOT / "scripts/worker.sh"), "--dry-run", *command]
@@ -185,8 +191,8 @@ def ranks_of_jobs() -> dict[str, tuple[int, int]]:
     trainer = JOBS["trainjob"]["spec"]["trainer"]
     (workers,) = JOBS["jobset"]["spec"]["replicatedJobs"]
     variables = {
-        one["name"]: one.get("value")
-        for one in container_of(workers["template"]["spec"]["template"])["env"]
+        variable["name"]: variable.get("value")
+        for variable in container_of(workers["template"]["spec"]["template"])["env"]
     }
     pods = workers["template"]["spec"]
     assert pods["completions"] == pods["parallelism"] == int(variables["PET_NNODES"])
@@ -195,7 +201,7 @@ def ranks_of_jobs() -> dict[str, tuple[int, int]]:
         "trainjob": (trainer["numNodes"], trainer["numProcPerNode"]),
         "jobset": (pods["completions"], int(variables["PET_NPROC_PER_NODE"])),
         "pytorchjob": (
-            sum(one["replicas"] for one in torch_job["pytorchReplicaSpecs"].values()),
+            sum(replicas["replicas"] for replicas in torch_job["pytorchReplicaSpecs"].values()),
             int(torch_job["nprocPerNode"]),
         ),
     }
@@ -215,14 +221,16 @@ def test_a_job_s_pod_serves_itself_or_finds_the_spare_machines(name: str) -> Non
     assert inside["image"] == f"megatron-byteps-worker:{VERSIONS['IMAGE_TAG']}"
     assert {"--use-dpu-reduce", "--dpu-reduce-wire-dtype=int8"} <= set(inside["args"])
     # Without a ConfigMap and a Secret for a cluster, ranks start their own servers.
-    sources = [one["valueFrom"] for one in inside["env"] if "valueFrom" in one]
+    sources = [variable["valueFrom"] for variable in inside["env"] if "valueFrom" in variable]
     sources += inside.get("envFrom", [])
-    asked = [ref for one in sources for kind, ref in one.items() if kind != "fieldRef"]
-    assert {ref["name"] for ref in asked} == {"byteps"}
-    assert all(ref["optional"] for ref in asked)
-    (settings,) = [one["data"] for one in of_kind("ConfigMap")]
-    assert {ref["key"] for ref in asked if "key" in ref} <= {*settings, "secret"}
-    assert any("secretKeyRef" in one for one in sources)
+    references = [
+        ref for variable in sources for kind, ref in variable.items() if kind != "fieldRef"
+    ]
+    assert {ref["name"] for ref in references} == {"byteps"}
+    assert all(ref["optional"] for ref in references)
+    (settings,) = [manifest["data"] for manifest in of_kind("ConfigMap")]
+    assert {ref["key"] for ref in references if "key" in ref} <= {*settings, "secret"}
+    assert any("secretKeyRef" in source for source in sources)
 
 
 SCHEMAS = """
@@ -260,7 +268,7 @@ def test_operators_know_each_field_of_a_job() -> None:
 
 
 def test_jobs_are_of_the_versions_that_their_operators_serve() -> None:
-    kinds = {(one["apiVersion"], one["kind"]) for one in JOBS.values()}
+    kinds = {(job["apiVersion"], job["kind"]) for job in JOBS.values()}
     assert kinds == {
         ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
         ("jobset.x-k8s.io/v1alpha2", "JobSet"),
@@ -270,9 +278,9 @@ def test_jobs_are_of_the_versions_that_their_operators_serve() -> None:
     (workers,) = JOBS["jobset"]["spec"]["replicatedJobs"]
     first = f"{JOBS['jobset']['metadata']['name']}-{workers['name']}-0-0"
     (address,) = [
-        one["value"]
-        for one in container_of(workers["template"]["spec"]["template"])["env"]
-        if one["name"] == "PET_MASTER_ADDR"
+        variable["value"]
+        for variable in container_of(workers["template"]["spec"]["template"])["env"]
+        if variable["name"] == "PET_MASTER_ADDR"
     ]
     assert address == f"{first}.{JOBS['jobset']['metadata']['name']}"
 
@@ -280,9 +288,9 @@ def test_jobs_are_of_the_versions_that_their_operators_serve() -> None:
 def test_the_spare_machines_serve_these_jobs() -> None:
     base = yaml.safe_load((ROOT / "docker/kubernetes/kustomization.yaml").read_text())
     assert base["resources"] == ["byteps.yaml"]
-    there = {(one["kind"], one["metadata"]["name"]) for one in KUBERNETES}
-    assert {(one["kind"], one["metadata"]["name"]) for one in PATCHES} <= there
-    (settings,) = [one["data"] for one in PATCHES if one["kind"] == "ConfigMap"]
+    there = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in KUBERNETES}
+    assert {(patch["kind"], patch["metadata"]["name"]) for patch in PATCHES} <= there
+    (settings,) = [patch["data"] for patch in PATCHES if patch["kind"] == "ConfigMap"]
     for hosts, ranks in ranks_of_jobs().values():
         assert int(settings["DMLC_NUM_WORKER"]) == hosts * ranks
     (replicas,) = SPARES["replicas"]
@@ -397,10 +405,10 @@ def test_the_operator_scrapes_pods_of_this_name() -> None:
     monitor = yaml.safe_load((ROOT / "deploy/prometheus/podmonitor.yaml").read_text())
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"]
-    for one in of_kind(*RUNS):
-        assert matches(wanted, template(one)["metadata"]["labels"])
+    for run in of_kind(*RUNS):
+        assert matches(wanted, template(run)["metadata"]["labels"])
     ports = {port["name"] for port in container(workload("server"))["ports"]}
-    assert ports & {one["port"] for one in monitor["spec"]["podMetricsEndpoints"]}
+    assert ports & {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
 
 
 def test_every_metric_exists() -> None:
@@ -410,9 +418,9 @@ def test_every_metric_exists() -> None:
     ).stdout
     kinds = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.M))
     texts = [*expressions(), *alerts()]
-    asked = {name for text in texts for name in re.findall(r"byteps_\w+", text)}
-    assert len(asked) >= 10
-    for name in asked:
+    names = {name for text in texts for name in re.findall(r"byteps_\w+", text)}
+    assert len(names) >= 10
+    for name in names:
         base = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)
         kind = kinds.get(name) or kinds.get(base)
         assert kind is not None, f"{name} is no metric of ours"

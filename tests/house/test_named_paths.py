@@ -33,12 +33,12 @@ NAMES_OF = re.compile(
 
 def named_paths(text: str) -> list[str]:
     """Find the paths on a page, with those in its tables of files and modules."""
-    found = [path for path in PATH.findall(text) if not path.startswith("build/")]
+    paths = [path for path in PATH.findall(text) if not path.startswith("build/")]
     for folder, rows in NAMES_OF.findall(text):
         for row in rows.splitlines():
             names = re.findall(r"`(\w+)`", row.split("|")[1])
-            found += [f"{folder.replace('.', '/').rstrip('/')}/{name}" for name in names]
-    return found
+            paths += [f"{folder.replace('.', '/').rstrip('/')}/{name}" for name in names]
+    return paths
 
 
 def exists(path: str) -> bool:

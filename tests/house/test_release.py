@@ -105,13 +105,13 @@ def test_the_source_archive_is_what_is_committed(checkout: Path, tmp_path: Path)
 
 
 def test_pins_are_all_of_the_locks() -> None:
-    found = pins()
+    pinned = pins()
     text = "".join(path.read_text() for path in (REPOSITORY / "locks").iterdir())
     heads = set(re.findall(r"^([a-z0-9-]+)==([^ ]+)", text, re.MULTILINE))
-    assert set(found) == heads
-    versions = [version for name, version in found if name == "transformers"]
+    assert set(pinned) == heads
+    versions = [version for name, version in pinned if name == "transformers"]
     assert len(versions) == 2, "hf and rl have a version each"
-    groups, hashes = found["transformers", versions[-1]]
+    groups, hashes = pinned["transformers", versions[-1]]
     assert set(groups) <= {"frameworks", "hf"} and hashes
 
 

@@ -38,15 +38,15 @@ def unexplained(source: str, wait: re.Pattern[str]) -> Iterator[int]:
 
 
 def sources() -> list[tuple[Path, re.Pattern[str]]]:
-    found = [
+    searched = [
         (path, WAIT_IN_CPP)
         for path in sorted(CODE.rglob("*"))
         # Parts that waits are made of, and the fake GPU of tests.
         if path.suffix in (".h", ".cc") and path.name not in ("mutex.h", "fake.cc")
     ]
     for folder in (CODE, OVERLAY):
-        found += [(path, WAIT_IN_PYTHON) for path in sorted(folder.rglob("*.py"))]
-    return found
+        searched += [(path, WAIT_IN_PYTHON) for path in sorted(folder.rglob("*.py"))]
+    return searched
 
 
 def test_each_wait_says_what_ends_it_and_when() -> None:

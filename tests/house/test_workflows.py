@@ -43,7 +43,7 @@ def test_a_workflow_has_few_rights_and_an_end(name: str) -> None:
     assert workflow["permissions"] == {"contents": wanted}
     for job in workflow["jobs"].values():
         used = [step["uses"] for step in job["steps"] if "uses" in step]
-        assert all(re.fullmatch(r"actions/[\w-]+@v\d+", one) for one in used), used
+        assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used), used
         assert "timeout-minutes" in job or "outputs" in job
 
 
@@ -70,5 +70,5 @@ def test_each_version_has_its_documentation(tmp_path: Path) -> None:
             cwd=clone, env={**env, "GITHUB_REF": ref}, check=True, timeout=300,
         )  # fmt: skip
     shown = subprocess.check_output(["git", "-C", origin, "show", "gh-pages:versions.json"])
-    versions = {one["version"]: one["aliases"] for one in json.loads(shown)}
+    versions = {version["version"]: version["aliases"] for version in json.loads(shown)}
     assert versions == {"dev": [], "1.0.0": ["latest"]}

@@ -156,7 +156,7 @@ def container_of(service: str) -> str:
 
 
 def losses(log: str) -> list[float]:
-    return [float(found) for found in re.findall(r"lm loss: (\S+)", log)]
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
 
 
 @pytest.mark.requires("root", "images")
@@ -187,16 +187,16 @@ def test_it_trains(
         assert "server waits for the job to gather" in said
         (run_dir / "workers.log").write_text(podman.run(*compose, "up", *WORKERS))
         # Scheduler and servers end by themselves when the workers have ended.
-        while any(one["State"]["Running"] for one in inspected()):
+        while any(container["State"]["Running"] for container in inspected()):
             assert time.monotonic() < deadline, podman("ps", "--all")
             time.sleep(0.5)
-        told = inspected()
-        ended = {one["Name"]: one["State"]["ExitCode"] for one in told}
+        containers = inspected()
+        ended = {container["Name"]: container["State"]["ExitCode"] for container in containers}
         assert set(ended.values()) == {0}, ended
         # The containers have the restrictions of compose.yaml.
-        for one in told:
-            assert one["EffectiveCaps"] in (None, []), one["Name"]
-            assert one["Config"]["User"] == "10001:10001", one["Name"]
+        for container in containers:
+            assert container["EffectiveCaps"] in (None, []), container["Name"]
+            assert container["Config"]["User"] == "10001:10001", container["Name"]
         # The last rank prints the loss.
         said = podman("logs", container_of("worker-1"))
         assert "iteration       20/      20" in said, said[-4000:]
@@ -240,9 +240,9 @@ def demand_portable(wheel: Path, machine: str, folder: Path) -> None:
     (module,) = [name for name in binaries if name.endswith(".so")]
     assert module.endswith("/c_lib.abi3.so")
     for name in binaries:
-        found = needs(folder / name)
-        assert found.machine == machine
-        found.demand_portable()
+        needed = needs(folder / name)
+        assert needed.machine == machine
+        needed.demand_portable()
 
 
 @pytest.mark.timeout(1800)
@@ -259,8 +259,8 @@ def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     packed = {inside for _, _, inside in data if inside and not inside.endswith("/")}
     assert set(tracked.split()) == {name for name in packed if not name.startswith("scripts/")}
-    kept = [name for name in names if "/licenses/" in name and not name.endswith("/")]
-    licences = {Path(name).name for name in kept}
+    licence_files = [name for name in names if "/licenses/" in name and not name.endswith("/")]
+    licences = {Path(name).name for name in licence_files}
     assert licences == {
         *("LICENSE", "NOTICE", "byteps.txt", "libsodium.txt", "nanobind.txt", "robin-map.txt"),
     }
@@ -370,9 +370,11 @@ def test_an_arm64_worker_beside_one_of_x86(
             full = {**cluster.node_environment(), **own}
             command = [sys.executable, str(PLAIN_WORKER), largest]
             if title.startswith("arm64"):
-                told = [f"--env={k}={v}" for k, v in full.items() if k.startswith(OURS) or k in own]
+                variables = [
+                    f"--env={k}={v}" for k, v in full.items() if k.startswith(OURS) or k in own
+                ]
                 python = ["/opt/venv/bin/python", "/opt/plain_worker.py", largest]
-                command = ["buildah", "run", *told, container, "--", *python]
+                command = ["buildah", "run", *variables, container, "--", *python]
                 full |= buildah.env
             workers.append(Spawned(title, command, full, folder))
         try:

@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def run(cell: tuple[Layout, bool]) -> Outcome:
             layout, lora = cell
-            place = folder / f"{layout.name}-{'lora' if lora else 'full'}"
-            return compare(layout, place, folder / "models", data, lora=lora)
+            directory = folder / f"{layout.name}-{'lora' if lora else 'full'}"
+            return compare(layout, directory, folder / "models", data, lora=lora)
 
         return run_table(
             "hf-layouts",

@@ -215,7 +215,7 @@ class Job:
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """Make the environment that torchrun would set, with the store in this process."""
-        kept = {
+        inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_", "TORCHELASTIC_"))
@@ -225,7 +225,7 @@ class Job:
         if self.platform.shares_devices:
             own = self._gpus(rank)
         return {
-            **kept,
+            **inherited,
             **self.platform.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -107,8 +107,8 @@ def problems(run: Run, outcome: Outcome) -> list[str]:
     if run.mode == "sync" and apart(outcome) >= ROUNDING:
         wrong.append(f"rollout and training differ by {apart(outcome):.3f}")
     # A single data-parallel rank has nothing to sum.
-    found = set(outcome.backends)
-    if found != {BYTEPS} if run.sums else BYTEPS in found:
+    backends = set(outcome.backends)
+    if backends != {BYTEPS} if run.sums else BYTEPS in backends:
         wrong.append(f"buckets went through {outcome.backends}")
     return wrong
 
@@ -118,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(TABLE.lines([])), flush=True)
     with tempfile.TemporaryDirectory(prefix="rl-layouts-") as scratch:
 
-        def run(one: Run) -> Outcome:
-            out = Path(scratch) / one.name
-            return rl.train(rl.parse(["--out", str(out), *one.flags]), backend="BytePS")
+        def run(row: Run) -> Outcome:
+            out = Path(scratch) / row.name
+            return rl.train(rl.parse(["--out", str(out), *row.flags]), backend="BytePS")
 
         return run_table(
             "rl-layouts",
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run=run,
             row=row,
             problems=problems,
-            title=lambda one: one.name,
+            title=lambda run: run.name,
             failures=(JobError,),
         )
 

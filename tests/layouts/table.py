@@ -47,10 +47,10 @@ class Row:
             "pipeline-model": self.pp,
             "expert-model": self.ep,
         }
-        found: list[str] = []
+        flags: list[str] = []
         for kind, size in sizes.items():
-            found += [f"--{kind}-parallel-size", str(size)] if size > 1 else []
-        return found
+            flags += [f"--{kind}-parallel-size", str(size)] if size > 1 else []
+        return flags
 
 
 class Named(Protocol):
@@ -95,7 +95,7 @@ class Table:
 
     def lines(self, rows: Sequence[Sequence[str]]) -> list[str]:
         """Format the table with these rows as Markdown lines."""
-        rule = [_RULES[one] for one in self.align or "l" * len(self.head)]
+        rule = [_RULES[letter] for letter in self.align or "l" * len(self.head)]
         return [line(self.head), f"|{'|'.join(rule)}|", *map(line, rows)]
 
     def put(self, document: Path, rows: Sequence[Sequence[str]], machine: str = "") -> None:
@@ -110,9 +110,9 @@ class Table:
         """
         before, there, after = self._parts(document)
         known = {self.key_of(cells): cells for cells in [*there, *rows]}
-        kept = [known[key] for key in self.keys if key in known]
-        told = [f"Run on {machine}.", ""] if machine else []
-        text = "\n".join(["", *told, *self.lines(kept), ""])
+        put_rows = [known[key] for key in self.keys if key in known]
+        head = [f"Run on {machine}.", ""] if machine else []
+        text = "\n".join(["", *head, *self.lines(put_rows), ""])
         document.write_text(f"{before}{self.begin}\n{text}\n{END}{after}", encoding="utf-8")
 
     def written(self, document: Path) -> dict[tuple[str, str], str]:
@@ -130,7 +130,7 @@ class Table:
         there, end, after = rest.partition(END)
         if not (begin and end):
             raise SystemExit(f"error: {document} has no place for the table ({self.begin})")
-        cells = [cells_of(one) for one in there.splitlines() if one.startswith("| ")]
+        cells = [cells_of(line) for line in there.splitlines() if line.startswith("| ")]
         return before, cells, after
 
 
@@ -245,11 +245,11 @@ def run_table[C, O](
     with Progress(name, total=len(cells), unit="cells") as bar:
 
         def tell(cell: C, outcome: O) -> Iterable[str]:
-            told = row(cell, outcome)
-            bar.say(line(told), stream=sys.stdout)
+            cells = row(cell, outcome)
+            bar.say(line(cells), stream=sys.stdout)
             if options.markdown is not None:
                 machine = machine_of(getattr(options, "device", "cpu"))
-                table.put(options.markdown, [told], machine)
+                table.put(options.markdown, [cells], machine)
             return problems(cell, outcome)
 
         good = run_cells(
@@ -287,15 +287,15 @@ def run_cells[C, O](
     left: list[str] = []
     good = True
 
-    def one(cell: C) -> O | None:
+    def run_one(cell: C) -> O | None:
         return None if time.monotonic() > deadline else run(cell)
 
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        running = [pool.submit(one, cell) for cell in cells] if jobs > 1 else []
+        running = [pool.submit(run_one, cell) for cell in cells] if jobs > 1 else []
         for number, cell in enumerate(cells):
             bar.update(title(cell), done=number)
             try:
-                outcome = running[number].result() if running else one(cell)
+                outcome = running[number].result() if running else run_one(cell)
             except failures as error:
                 bar.say(f"{title(cell)}: {error}")
                 good = False

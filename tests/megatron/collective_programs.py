@@ -61,10 +61,8 @@ def _is_data_parallel(group: Any) -> bool:
 
     if not mpu.model_parallel_is_initialized():
         return False
-    mine = set(
-        dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
-    )
-    return len(mine.intersection(dist.get_process_group_ranks(group))) > 1
+    own = set(dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True)))
+    return len(own.intersection(dist.get_process_group_ranks(group))) > 1
 
 
 def _callers(frame: FrameType | None) -> list[str]:

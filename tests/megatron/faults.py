@@ -62,12 +62,12 @@ def install(folder: Path, victim: str, phase: str) -> None:
         return handle
 
     def answered(self: ServerOptimizer) -> Any:
-        found = norm(self)
+        answer = norm(self)
         if len(digests) == STEP - 1 and phase == "answered":
             meet(folder, wait=True)
             if rank == 1:
                 _kill(victim)
-        return found
+        return answer
 
     ServerOptimizer.step = noted
     if victim:
@@ -214,7 +214,9 @@ def pushed_twice() -> None:
 
     def reset_when_nothing_moves(self: _ParamAndGradBuffer) -> None:
         assert all(
-            one._pushed is None for bucket in self.buckets for one in bucket.dpu_server_buckets
+            server_bucket._pushed is None
+            for bucket in self.buckets
+            for server_bucket in bucket.dpu_server_buckets
         )
         reset(self)
 

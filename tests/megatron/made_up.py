@@ -84,7 +84,7 @@ class MadeUp:
         """Context in which this process acts as one of the ranks. Yields its declarations."""
         hosts = self.ranks // self.per_host
         servers = Servers(hosts=hosts, extra=hosts)
-        told = Job(
+        made = Job(
             hosts=tuple(rank // self.per_host for rank in range(self.ranks)),
             network=Network(servers=servers, host_rate=RATE, server_rate=None),
             measures=False,
@@ -96,7 +96,7 @@ class MadeUp:
                 (torch.distributed, "get_rank", lambda: self.rank),
                 (torch.distributed, "get_process_group_ranks", lambda group: list(group.ranks)),
                 (job, "initialize", lambda: None),
-                (job, "_job", told),
+                (job, "_job", made),
                 (nodes, "groups", SimpleNamespace(get=lambda ranks, *_: _node_of(ranks))),
                 (session, "_launch", launch),
                 (engine, "partition_bytes", lambda nbytes, **_: min(nbytes, PARTITION)),

@@ -165,9 +165,9 @@ def train_owed(
     # Imported here, because it imports this module.
     from tests.megatron.recipe_programs import watch
 
-    found = watch()
+    owed = watch()
     run([*MODEL, *_through_servers(arguments)])
-    return {"owed": found, "tensor_rank": parallel_state.get_tensor_model_parallel_rank()}
+    return {"owed": owed, "tensor_rank": parallel_state.get_tensor_model_parallel_rank()}
 
 
 def _poison() -> None:

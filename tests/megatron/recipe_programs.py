@@ -84,18 +84,18 @@ def core_whole_steps(folder: Path, config: dict[str, Any], graph: bool) -> dict[
                 chunk.scale_gradients(1.0 / tokens)
 
         ddp.config.finalize_model_grads_func = finalize
-        tokens, run, told = torch.ones(1), _Graph(), []
+        tokens, run, outcomes = torch.ones(1), _Graph(), []
         gradients: list[list[torch.Tensor]] = []
         for step in range(4):
             ddp.zero_grad_buffer()
             if graph:
-                told.append(run(model=ddp, forward_only=False, step=step, tokens=tokens))
+                outcomes.append(run(model=ddp, forward_only=False, step=step, tokens=tokens))
             else:
                 tokens.fill_(step + 2.0)
                 _pass(ddp, step, tokens)
             gradients.append([_owned(bucket, config) for bucket in _buckets(ddp)])
             assert ddp.config.finalize_model_grads_func is finalize
-        return {"gradients": gradients, "told": told, "pushed": _pushed_bytes()}
+        return {"gradients": gradients, "told": outcomes, "pushed": _pushed_bytes()}
 
     return _on_core(body)
 
@@ -262,24 +262,24 @@ Owed = dict[str, tuple[torch.Tensor, int | None]]
 def watch() -> Owed:
     """Return a dictionary that is filled with the losses at the first checkpoint that is saved or
     loaded."""
-    found: Owed = {}
+    owed: Owed = {}
     save, load = training.save_checkpoint, training.load_checkpoint
 
     @functools.wraps(save)
     def save_checkpoint(iteration: int, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         result = save(iteration, model, *args, **kwargs)
-        if not found:
-            found.update(_owed(model))
+        if not owed:
+            owed.update(_owed(model))
         return result
 
     @functools.wraps(load)
     def load_checkpoint(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         result = load(model, *args, **kwargs)
-        found.update(_owed(model))
+        owed.update(_owed(model))
         return result
 
     training.save_checkpoint, training.load_checkpoint = save_checkpoint, load_checkpoint
-    return found
+    return owed
 
 
 def _owed(model: Sequence[Any]) -> Owed:
@@ -288,7 +288,7 @@ def _owed(model: Sequence[Any]) -> Owed:
 
     (chunk,) = model
     names = {parameter: name.split("module.")[-1] for name, parameter in chunk.named_parameters()}
-    found: Owed = {}
+    owed: Owed = {}
     for bucket, config in plan.all_buckets():
         op, elements = bucket.dpu_reduce_op, bucket.grad_data.numel()
         own = feedback.get(op.name)
@@ -297,14 +297,14 @@ def _owed(model: Sequence[Any]) -> Owed:
         values = own.float() * weight
         if torch.distributed.get_rank() == op.group[0] and not op.updated:
             values += operations.read_feedback(op.name, elements).float()
-        kept = op.bf16_part.parameters if op.bf16_part is not None else ()
+        exact = op.bf16_part.parameters if op.bf16_part is not None else ()
         for parameter, (begin, end) in bucket.param_to_index.items():
-            if any(parameter is one for one in kept):
+            if any(parameter is exact_parameter for exact_parameter in exact):
                 continue
             axis = getattr(parameter, "partition_dim", 0)
             is_split = getattr(parameter, "tensor_model_parallel", False)
             name = names[parameter]
             if parallel_state.get_pipeline_model_parallel_world_size() > 1:
                 name = name.replace("output_layer", "embedding.word_embeddings")
-            found[name] = values[begin:end].view(parameter.shape), axis if is_split else None
-    return found
+            owed[name] = values[begin:end].view(parameter.shape), axis if is_split else None
+    return owed

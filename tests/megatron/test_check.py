@@ -39,13 +39,13 @@ Check = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def asked(capsys: pytest.CaptureFixture[str]) -> Check:
+def judged(capsys: pytest.CaptureFixture[str]) -> Check:
     """Checks arguments; returns the exit status and the output."""
 
     def run(*words: str, machines: tuple[str, ...] = MACHINES) -> tuple[int, str]:
         status = check.main([*machines, "--", *words])
-        told = capsys.readouterr()
-        return status, told.out + told.err
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
 
     return run
 
@@ -59,17 +59,17 @@ PAGES = lines_with(r"pretrain_(?:dpu_)?gpt\.py .*--(?:use-)?dpu-")
 
 
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)
-def test_flags_of_the_pages_are_accepted(asked: Check, words: list[str]) -> None:
+def test_flags_of_the_pages_are_accepted(judged: Check, words: list[str]) -> None:
     (program,) = (at for at, word in enumerate(words) if re.search(r"pretrain_\w*gpt\.py$", word))
     flags = [word for word in words[program + 1 :] if not word.isupper() and word != "--"]
-    status, text = asked(*RECIPE, *flags)
+    status, text = judged(*RECIPE, *flags)
     assert status == 0 and "accepted" in text, text
 
 
-def test_a_recipe_that_is_accepted(asked: Check) -> None:
+def test_a_recipe_that_is_accepted(judged: Check) -> None:
     """16 bits x 418.8 million parameters: 7/8 leave a host in a ring of eight ranks, all of it with
     servers."""
-    status, text = asked(*RECIPE, *SHARDED)
+    status, text = judged(*RECIPE, *SHARDED)
     assert status == 0
     assert "--use-dpu-reduce: accepted" in text
     assert "dense gradients: 418.8 million per rank in 16 bits, reduced over 8 ranks on 4" in text
@@ -93,9 +93,9 @@ def test_a_recipe_that_is_accepted(asked: Check) -> None:
     assert lines[-1].startswith(f"Answer: in 16 bits or more: {own}")
 
 
-def test_servers_on_the_hosts_are_the_default(asked: Check) -> None:
+def test_servers_on_the_hosts_are_the_default(judged: Check) -> None:
     """The table, the line on servers and the answer agree."""
-    status, text = asked(*RECIPE, *SHARDED, machines=HOSTS)
+    status, text = judged(*RECIPE, *SHARDED, machines=HOSTS)
     assert status == 0 and "; servers: 1 on each of 4 hosts\n" in text
     assert "0 on each" not in text and "gain nothing" not in text
     int8 = "--dpu-preset own-hosts"
@@ -103,37 +103,37 @@ def test_servers_on_the_hosts_are_the_default(asked: Check) -> None:
     assert line.endswith("few bits; loss -0.21..+0.08 % (8 seeds)")
     assert line.split("few bits")[0].split()[-2:] == ["1.97", "2.30"]
     assert f"; with fewer bits: add {int8} (1.97 x)" in text.splitlines()[-1]
-    _, text = asked(*RECIPE, *SHARDED, machines=(*HOSTS, "--wire", "int8"))
+    _, text = judged(*RECIPE, *SHARDED, machines=(*HOSTS, "--wire", "int8"))
     assert f"Answer: in int8 or more: add {int8} (1.97 x as fast" in text
 
 
-def test_a_recipe_that_is_refused(asked: Check) -> None:
-    status, text = asked(*RECIPE, "--inprocess-restart")
+def test_a_recipe_that_is_refused(judged: Check) -> None:
+    status, text = judged(*RECIPE, "--inprocess-restart")
     assert status == 1
     assert "--use-dpu-reduce: refused. --use-dpu-reduce does not work with --inprocess-" in text
 
 
-def test_a_fully_sharded_recipe_stays_with_its_collectives(asked: Check) -> None:
+def test_a_fully_sharded_recipe_stays_with_its_collectives(judged: Check) -> None:
     words = [word for word in RECIPE if word != "--grad-reduce-in-bf16"]
-    status, text = asked(*words, "--use-torch-fsdp2", "--untie-embeddings-and-output-weights",
+    status, text = judged(*words, "--use-torch-fsdp2", "--untie-embeddings-and-output-weights",
                          "--no-gradient-accumulation-fusion")  # fmt: skip
     assert status == 0
     assert "torch FSDP2 reduces all gradients by itself" in text and "Advice" not in text
-    status, text = asked(*words, "--use-megatron-fsdp", "--untie-embeddings-and-output-weights",
+    status, text = judged(*words, "--use-megatron-fsdp", "--untie-embeddings-and-output-weights",
                          "--num-distributed-optimizer-instances", "2",
                          "--ckpt-format", "fsdp_dtensor")  # fmt: skip
     assert status == 0 and "over 2 replicas goes through servers" in text
 
 
-def test_arguments_that_megatron_does_not_take(asked: Check) -> None:
-    status, text = asked(*RECIPE, "--tensor-model-parallel-size", "3")
+def test_arguments_that_megatron_does_not_take(judged: Check) -> None:
+    status, text = judged(*RECIPE, "--tensor-model-parallel-size", "3")
     assert status == 2 and text.startswith("Megatron does not take these arguments: world size (8)")
-    status, text = asked(*RECIPE, "--lr", "much")
+    status, text = judged(*RECIPE, "--lr", "much")
     assert status == 2 and "--lr" in text
 
 
-def test_bad_use(asked: Check) -> None:
-    status, text = asked(*RECIPE, machines=("--hosts", "0", "--link-gbps", "10"))
+def test_bad_use(judged: Check) -> None:
+    status, text = judged(*RECIPE, machines=("--hosts", "0", "--link-gbps", "10"))
     assert status == 2 and text.strip() == "error: --hosts 0: there must be 1 to 65535"
     with pytest.raises(SystemExit):
         check.main([*MACHINES])
@@ -168,13 +168,13 @@ def test_parameters_are_counted_as_a_model_has_them(fork_server: None, run_dir: 
 class _Fp8(torch.nn.Parameter):
     """Stores a multiple of a quarter, and keeps the original value until it is read."""
 
-    kept: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        return self.kept
+        return self.exact
 
     def clear_high_precision_init_val(self) -> None:
-        self.kept = None
+        self.exact = None
 
 
 def test_quantized_parameters_begin_with_what_they_were_made_of(
@@ -185,16 +185,16 @@ def test_quantized_parameters_begin_with_what_they_were_made_of(
 
     exact = torch.tensor([0.3, 0.6])
     parameter = _Fp8(torch.tensor([0.25, 0.5]))
-    parameter.kept = exact
+    parameter.exact = exact
     other = torch.nn.Parameter(torch.zeros(2))
     monkeypatch.setattr(
-        param_and_grad_buffer, "_param_uses_quantized_storage", lambda one: one is parameter
+        param_and_grad_buffer, "_param_uses_quantized_storage", lambda given: given is parameter
     )
-    monkeypatch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda one: one.detach().clone())
+    monkeypatch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda given: given.detach().clone())
     monkeypatch.setattr(
         fp8_utils,
         "copy_tensor_to_quantized_param",
-        lambda one, values: one.data.copy_((values * 4).round() / 4),
+        lambda given, values: given.data.copy_((values * 4).round() / 4),
     )
     codecs = server_buckets.codecs_of([parameter, other])
     assert list(codecs) == [parameter]
@@ -299,13 +299,13 @@ def used(node: ast.AST, known: dict[str, ast.FunctionDef]) -> Iterator[str]:
 
 def reached(start: str, known: dict[str, ast.FunctionDef]) -> set[str]:
     """Return a function of a module, and all that it reaches."""
-    found, left = set[str](), [start]
+    names, left = set[str](), [start]
     while left:
         name = left.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names:
+            names.add(name)
             left += used(known[name], known)
-    return found
+    return names
 
 
 def named(node: ast.AST) -> str:
@@ -316,30 +316,30 @@ def named(node: ast.AST) -> str:
 def looked_at(node: ast.AST) -> Iterator[str]:
     """Return attributes read by ``getattr`` or ``hasattr``, attributes of parameters, models and
     configs, and texts searched in names."""
-    for one in ast.walk(node):
-        if isinstance(one, ast.Call) and named(one.func) in ("getattr", "hasattr"):
-            yield from (str(a.value) for a in one.args[1:2] if isinstance(a, ast.Constant))
-        elif isinstance(one, ast.Attribute) and named(one.value) in READ:
-            yield one.attr
-        elif isinstance(one, ast.Compare) and isinstance(one.left, ast.Constant):
-            yield from (str(one.left.value) for op in one.ops if isinstance(op, ast.In))
+    for syntax in ast.walk(node):
+        if isinstance(syntax, ast.Call) and named(syntax.func) in ("getattr", "hasattr"):
+            yield from (str(a.value) for a in syntax.args[1:2] if isinstance(a, ast.Constant))
+        elif isinstance(syntax, ast.Attribute) and named(syntax.value) in READ:
+            yield syntax.attr
+        elif isinstance(syntax, ast.Compare) and isinstance(syntax.left, ast.Constant):
+            yield from (str(syntax.left.value) for op in syntax.ops if isinstance(op, ast.In))
 
 
 def steps(known: dict[str, ast.FunctionDef]) -> set[str]:
     """Return calls of ``finalize_model_grads`` on model chunks, and of functions that lead to a
     collective or get the model."""
-    found = set[str]()
+    called = set[str]()
     for call in ast.walk(known[TOP]):
         if not isinstance(call, ast.Call):
             continue
         name = named(call.func)
         if name in known:
             given = {n.id for a in call.args for n in ast.walk(a) if isinstance(n, ast.Name)}
-            if "model" in given or any(sums(known[one]) for one in reached(name, known)):
-                found.add(name)
+            if "model" in given or any(sums(known[step]) for step in reached(name, known)):
+                called.add(name)
         elif isinstance(call.func, ast.Attribute) and named(call.func.value) == "model_chunk":
-            found.add(call.func.attr)
-    return found
+            called.add(call.func.attr)
+    return called
 
 
 def sums(node: ast.AST) -> bool:
@@ -350,13 +350,15 @@ def sums(node: ast.AST) -> bool:
 
 def unknown(upstream: str, ours: str) -> list[str]:
     """Return actions or reads of upstream's module that this module does not cover."""
-    known, mine = functions(upstream), ast.parse(ours)
+    known, own_tree = functions(upstream), ast.parse(ours)
     taken = steps(known)
     strange = [f"the step {name}" for name in sorted(taken - STEPS.keys())]
     left = {*taken - NOT_OF_GRADIENTS.keys()} & known.keys()
-    seen = {what for step in left for one in reached(step, known) for what in looked_at(known[one])}
-    covered = {*looked_at(mine), *NOT_A_CHOICE}
-    covered |= {str(n.value) for n in ast.walk(mine) if isinstance(n, ast.Constant)}
+    seen = {
+        what for step in left for name in reached(step, known) for what in looked_at(known[name])
+    }
+    covered = {*looked_at(own_tree), *NOT_A_CHOICE}
+    covered |= {str(n.value) for n in ast.walk(own_tree) if isinstance(n, ast.Constant)}
     return strange + [f"the mark or name {what}" for what in sorted(seen - covered)]
 
 

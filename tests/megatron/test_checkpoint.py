@@ -180,12 +180,12 @@ def test_boxes_hold_the_range_once_and_in_order(shape: tuple[int, ...]) -> None:
     count = values.numel()
     for begin in range(count + 1):
         for end in range(begin, count + 1):
-            found = [
+            pieces = [
                 values[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].flatten()
                 for offset, size in server_checkpoint.boxes(shape, begin, end)
             ]
-            assert len(found) <= max(1, 2 * len(shape) - 1)
-            held = torch.cat([torch.empty(0), *found])
+            assert len(pieces) <= max(1, 2 * len(shape) - 1)
+            held = torch.cat([torch.empty(0), *pieces])
             assert held.tolist() == list(range(begin, end))
 
 
@@ -238,9 +238,9 @@ def test_ranks_save_what_one_would(
     saved = []
     for begin in range(0, values.numel(), size):
         end = min(begin + size, values.numel())
-        mine = server_checkpoint.saved_boxes(parameter, "key", begin, end)
-        assert mine is not None and sum(p.end - p.begin for p in mine) == end - begin
-        for piece in mine:
+        boxes = server_checkpoint.saved_boxes(parameter, "key", begin, end)
+        assert boxes is not None and sum(p.end - p.begin for p in boxes) == end - begin
+        for piece in boxes:
             part = piece.holding(values.flatten()[piece.begin : piece.end])
             assert part.replica_id == (0, 0, 0) and not part.has_regular_grid
             # The tensor owns its memory, so Megatron need not copy it.
@@ -248,10 +248,10 @@ def test_ranks_save_what_one_would(
             # Megatron writes parts without a grid with all axes of the whole.
             assert len(part.local_shape) == len(part.global_shape)
             saved.append(part)
-    found, wanted = collected(saved), collected(expected)
-    assert found.keys() == wanted.keys()
-    for key, one in wanted.items():
-        assert torch.equal(found[key], one), key
+    read, wanted = collected(saved), collected(expected)
+    assert read.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(read[key], value), key
 
 
 def test_what_cannot_be_cut_or_is_saved_elsewhere() -> None:
@@ -287,8 +287,8 @@ def test_ranks_save_a_bucket() -> None:
     """Every element is saved once, for any parameters; a parameter that cannot be cut is saved as a
     whole."""
     elsewhere = replace(PLAIN, key="elsewhere", data=numbered(SHAPE), replica_id=(0, 1, 1))
-    model = {str(n): one for n, one in enumerate((PLAIN, COLUMNS, HALVES, elsewhere))}
-    parameters = [one.data for one in model.values()]
+    model = {str(n): tensor for n, tensor in enumerate((PLAIN, COLUMNS, HALVES, elsewhere))}
+    parameters = [tensor.data for tensor in model.values()]
     count = parameters[0].numel()
     saved: list[Any] = []
     read = []
@@ -303,15 +303,15 @@ def test_ranks_save_a_bucket() -> None:
             saved += part.build() if isinstance(part, ShardedTensorFactory) else [part]
     # Only parameters that cannot be cut are read twice.
     assert sum(read) == (8 + 2) * count
-    found = collected(saved)
+    restored = collected(saved)
     for slot, name in enumerate(("param", "m")):
-        for number, (one, key) in enumerate(((PLAIN, "plain"), (COLUMNS, "columns"))):
+        for number, (tensor, key) in enumerate(((PLAIN, "plain"), (COLUMNS, "columns"))):
             key = f"optimizer.state.{name}.{key}"
             values = numbered(SHAPE) + number * count + slot * 4 * count
-            one = server_checkpoint.with_values(one, key, values)
-            wanted = one.build() if isinstance(one, ShardedTensorFactory) else [one]
+            tensor = server_checkpoint.with_values(tensor, key, values)
+            wanted = tensor.build() if isinstance(tensor, ShardedTensorFactory) else [tensor]
             for key, value in collected(wanted).items():
-                assert torch.equal(found.pop(key), value), key
+                assert torch.equal(restored.pop(key), value), key
 
 
 @pytest.mark.thorough
@@ -331,17 +331,17 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def collect(prefix: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[prefix] = value
+            tensors[prefix] = value
         elif isinstance(value, dict):
-            for name, one in value.items():
-                collect(f"{prefix}.{name}", one)
+            for name, entry in value.items():
+                collect(f"{prefix}.{name}", entry)
 
     collect("", state)
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -364,11 +364,11 @@ def test_a_checkpoint_is_written_while_training_goes_on(
     assert {path.name for path in behind.job.folder.glob("waited.*")} == {"waited.0", "waited.1"}
     assert behind.losses == at_once.losses == plain.losses
     for iteration in ("iter_0000002", "iter_0000004"):
-        wanted, found = tensors_of(now / iteration), tensors_of(later / iteration)
-        assert found.keys() == wanted.keys()
+        wanted, written_behind = tensors_of(now / iteration), tensors_of(later / iteration)
+        assert written_behind.keys() == wanted.keys()
         assert any("optimizer.state.exp_avg_sq" in name for name in wanted)
         for name, value in wanted.items():
-            assert torch.equal(found[name], value), f"{iteration} {name}"
+            assert torch.equal(written_behind[name], value), f"{iteration} {name}"
     rest = train(*arguments, "--load", str(later), "--ckpt-step", "2")
     assert rest.losses == plain.losses[2:]
     for name, value in plain.parameters.items():

@@ -12,7 +12,7 @@ from megatron.core.distributed.dpu_reduce.collectives import Over, collectives
 from scripts.prepare_data import Dataset
 from tests.layouts.job import Job, data_arguments
 
-LISTED = {f"megatron.{one.where}": one for one in collectives()}
+LISTED = {f"megatron.{collective.where}": collective for collective in collectives()}
 _MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear "
 RUNS = {
     "experts": (
@@ -61,7 +61,7 @@ def test_what_training_calls_is_on_the_list(
     arguments = [*data_arguments(dataset), *words.split()]
     job = Job(run_dir / "job", program, ranks, {"arguments": arguments, "environment": {}})
     job.run()
-    seen = {where: callers for found in job.results() for where, callers in found.items()}
+    seen = {where: callers for result in job.results() for where, callers in result.items()}
     unknown = {where: callers for where, callers in seen.items() if where not in LISTED}
     assert not unknown, "say in collectives.py what becomes of these with replicas"
     functions = {where.partition(":")[2].rpartition(".")[2] for where in seen}
@@ -145,5 +145,7 @@ def _reduces_over_data(function: ast.AST) -> bool:
 
 
 def test_what_is_refused_says_so() -> None:
-    for one in LISTED.values():
-        assert (one.refusal is not None) == (one.over is Over.REFUSED), one.where
+    for collective in LISTED.values():
+        assert (collective.refusal is not None) == (collective.over is Over.REFUSED), (
+            collective.where
+        )

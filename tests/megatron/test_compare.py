@@ -45,14 +45,14 @@ def made_up(
     pushed = 8 * ranks * (wire_size or dtype.itemsize) * STEPS if byteps else 0
     return [
         RankSeen(
-            steps=one,
+            steps=of_step,
             parameters={"p": torch.ones(3)},
             names=names,
             byteps_imported=byteps,
             pushed_bytes=pushed,
             pulled_bytes=pushed // ranks if sharded else pushed,
         )
-        for one in steps
+        for of_step in steps
     ]
 
 
@@ -139,8 +139,8 @@ def test_sent_as_bf16(ranks: int) -> None:
             sums = [rank.steps[step].sums["chunk0/bucket"] for rank in ours]
             parts = [s.local.bfloat16() if rounded_parts else s.local for s in sums]
             total = torch.stack([part.double() for part in parts]).sum(0)
-            for one in sums:
-                one.result = total.to(torch.bfloat16 if rounded_sum else torch.float32).float()
+            for total_of in sums:
+                total_of.result = total.to(torch.bfloat16 if rounded_sum else torch.float32).float()
         return "; ".join(compare(layout, ours, theirs).misses)
 
     assert misses_of(rounded_parts=True, rounded_sum=True) == ""
@@ -170,8 +170,8 @@ def test_hosts_that_sum_first(names: list[str], said: str) -> None:
     layout = Layout(name="x", ranks=4, per_host=2, route="node-first")
     ours = made_up(4, torch.float32, byteps=True)
     node_first(ours, names)
-    found = compare(layout, ours, made_up(4, torch.float32, byteps=False)).misses
-    assert (said in "; ".join(found)) if said else found == []
+    misses = compare(layout, ours, made_up(4, torch.float32, byteps=False)).misses
+    assert (said in "; ".join(misses)) if said else misses == []
 
 
 def test_parameters_of_two_members() -> None:

@@ -27,9 +27,11 @@ CONFIGS = {
 }
 
 
-def _assert_same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> None:
-    assert len(one) == len(other)
-    for step, twin in zip(one, other, strict=True):
+def _assert_same(
+    steps: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]
+) -> None:
+    assert len(steps) == len(other)
+    for step, twin in zip(steps, other, strict=True):
         for name, gradient in step.items():
             assert torch.equal(gradient, twin[name]), name
 
@@ -73,10 +75,10 @@ def test_parameters_gradients_and_optimizer_may_leave_between_steps(
 
     away = run("away", away=True, through_byteps=True)
     still = run("still", away=False, through_byteps=False)
-    for one, other in zip(away, still, strict=True):
-        assert one["checksums"] == other["checksums"]
-        assert len(set(one["checksums"])) == len(one["checksums"])
-        assert one["held"]["away"] == 0 < one["held"]["step"] == other["held"]["step"]
+    for moved, other in zip(away, still, strict=True):
+        assert moved["checksums"] == other["checksums"]
+        assert len(set(moved["checksums"])) == len(moved["checksums"])
+        assert moved["held"]["away"] == 0 < moved["held"]["step"] == other["held"]["step"]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -197,8 +199,8 @@ def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: boo
             torch.testing.assert_close(value, theirs.result(rank)[name], rtol=1e-2, atol=1e-2)
     logs = [ours.log_of(rank).read_text() for rank in range(4)]
     assert "dense gradients" in logs[0] and "Gbit/s through servers" in logs[0]
-    told = [re.findall(r"gradient sums: \d+ of \d+ buckets go through", log) for log in logs]
-    assert told[0] and told == told[:1] * 4
+    lines = [re.findall(r"gradient sums: \d+ of \d+ buckets go through", log) for log in logs]
+    assert lines[0] and lines == lines[:1] * 4
 
 
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
@@ -238,12 +240,12 @@ def test_muon_on_the_ranks_and_servers_skip_the_same_steps(
 
     ours, theirs = run(True), run(False)
     for rank in range(2):
-        mine, wanted = ours.result(rank), theirs.result(rank)
-        assert mine["made"] == wanted["made"] == [True, False, True, False]
-        assert mine["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-        _assert_same([mine["parameters"]], [ours.result(0)["parameters"]])
+        ours_of, wanted = ours.result(rank), theirs.result(rank)
+        assert ours_of["made"] == wanted["made"] == [True, False, True, False]
+        assert ours_of["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        _assert_same([ours_of["parameters"]], [ours.result(0)["parameters"]])
         for name, value in wanted["parameters"].items():
-            torch.testing.assert_close(mine["parameters"][name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours_of["parameters"][name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
@@ -268,11 +270,13 @@ def test_a_step_that_is_one_graph_is_summed_after_it(
 
     ours, theirs = run(True, {**config, "use_dpu_reduce": True}), run(False, config)
     for rank in range(2):
-        one, other = ours.result(rank), theirs.result(rank)
-        assert one["told"] == ["run", "run", "replayed", "replayed"]
-        assert one["pushed"] > 0 == other["pushed"]
-        for step, (mine, twin) in enumerate(zip(one["gradients"], other["gradients"], strict=True)):
-            assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True)), step
+        ours_of, other = ours.result(rank), theirs.result(rank)
+        assert ours_of["told"] == ["run", "run", "replayed", "replayed"]
+        assert ours_of["pushed"] > 0 == other["pushed"]
+        for step, (ours_step, twin) in enumerate(
+            zip(ours_of["gradients"], other["gradients"], strict=True)
+        ):
+            assert all(torch.equal(*pair) for pair in zip(ours_step, twin, strict=True)), step
 
 
 # Megatron-FSDP with hybrid sharding: sums over replicas go through servers.
@@ -300,10 +304,10 @@ def test_replicas_sum_their_shards_through_servers(
     theirs = run("all-reduce")
     ours = run("byteps", use_dpu_reduce=True, dpu_reduce_backend="flat")
     for rank in range(4):
-        one, other = ours.result(rank), theirs.result(rank)
-        assert one["pushed"] > 0 == other["pushed"]
-        for mine, twin in zip(one["gradients"], other["gradients"], strict=True):
-            assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True))
+        ours_of, other = ours.result(rank), theirs.result(rank)
+        assert ours_of["pushed"] > 0 == other["pushed"]
+        for ours_step, twin in zip(ours_of["gradients"], other["gradients"], strict=True):
+            assert all(torch.equal(*pair) for pair in zip(ours_step, twin, strict=True))
 
 
 def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,9 @@ LOST = {
 
 def digests_of(job: Job) -> list[str]:
     """Return digests of the parameters after each step, the same on both ranks."""
-    found = [(job.folder / f"digests.{rank}").read_text() for rank in range(job.ranks)]
-    assert len(set(found)) == 1
-    return json.loads(found[0])
+    texts = [(job.folder / f"digests.{rank}").read_text() for rank in range(job.ranks)]
+    assert len(set(texts)) == 1
+    return json.loads(texts[0])
 
 
 @pytest.mark.parametrize(

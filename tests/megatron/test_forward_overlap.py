@@ -53,11 +53,11 @@ def test_a_forward_pass_that_begins_early_computes_the_same(
 def test_pipeline_stages_wait_for_their_own_parameters(
     run_job: Callable[..., Job], dataset: Dataset
 ) -> None:
-    asked = [*data_arguments(dataset), *SERVED, *INT8, *PIPELINE]
-    ours, theirs = (run_job("train", 4, arguments=[*asked, *more]) for more in (OVERLAP, ()))
+    common = [*data_arguments(dataset), *SERVED, *INT8, *PIPELINE]
+    ours, theirs = (run_job("train", 4, arguments=[*common, *more]) for more in (OVERLAP, ()))
     for rank in range(4):
-        mine, other = ours.result(rank), theirs.result(rank)
-        assert [step.loss for step in mine.steps] == [step.loss for step in other.steps]
-        assert mine.parameters.keys() == other.parameters.keys()
-        for name, value in mine.parameters.items():
+        seen, other = ours.result(rank), theirs.result(rank)
+        assert [step.loss for step in seen.steps] == [step.loss for step in other.steps]
+        assert seen.parameters.keys() == other.parameters.keys()
+        for name, value in seen.parameters.items():
             assert torch.equal(value, other.parameters[name]), name

@@ -19,9 +19,9 @@ from tests.megatron.test_check import RECIPE, SHARDED
 
 def answers(text: str) -> list[str]:
     """Return the lines with the answer of a program, without its prefix."""
-    found = re.findall(r"^(?:Answer|dpu_reduce): ((?:in \d|no gradient).*)$", text, re.M)
-    assert found, text
-    return found
+    printed = re.findall(r"^(?:Answer|dpu_reduce): ((?:in \d|no gradient).*)$", text, re.M)
+    assert printed, text
+    return printed
 
 
 def told_at_start(hosts: int, servers: Network) -> str:
@@ -33,11 +33,11 @@ def told_at_start(hosts: int, servers: Network) -> str:
     buffer.param_dtype = buffer.grad_dtype = torch.bfloat16
     for bucket in buffer.buckets:
         bucket.grad_data = bucket.grad_data.to(torch.bfloat16)
-    with made_up.joined(), contextlib.redirect_stdout(io.StringIO()) as told:
+    with made_up.joined(), contextlib.redirect_stdout(io.StringIO()) as printed:
         assert job._job is not None
         job._job = replace(job._job, network=servers)
         plan.register(model)
-    return told.getvalue()
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
@@ -49,11 +49,11 @@ def test_three_programs_give_one_answer(hosts: int, capsys: pytest.CaptureFixtur
     using = parameters.parse((*words, "--use-dpu-reduce"), world=2 * hosts)
     for spare in (0, hosts // 2, hosts):
         machines = check.Machines(hosts=hosts, gpus=2, link_gbps=10, spare=spare)
-        found = answers(check.render(check.judge(plain, machines), machines))[-1:]
+        answer = answers(check.render(check.judge(plain, machines), machines))[-1:]
         model = ["--parameters", "419M", "--optimizer", "ranks", "--machines", str(spare)]
         assert sizing.main([*model, *own]) == 0
-        assert answers(capsys.readouterr().out) == found
-        assert ("--dpu-preset own-hosts" in found[0]) == (hosts > 1 and spare == 0)
+        assert answers(capsys.readouterr().out) == answer
+        assert ("--dpu-preset own-hosts" in answer[0]) == (hosts > 1 and spare == 0)
         running = answers(check.render(check.judge(using, machines), machines))[-1:]
         assert answers(told_at_start(hosts, machines.network)) == running
 
@@ -64,7 +64,7 @@ def test_fast_nics_stay_with_nccl(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--hosts", "8", "--gpus", "8", "--link-gbps", "400", "--nics", "8"]
     for transport in ("tcp", "rdma"):
         check.main([*own, "--transport", transport, "--", *RECIPE, *SHARDED])
-        (found,) = answers(capsys.readouterr().out)
+        (answer,) = answers(capsys.readouterr().out)
         model = ["--parameters", "419M", "--optimizer", "ranks", "--machines", "0"]
         assert sizing.main([*model, *own, "--transport", transport]) == 0
-        assert answers(capsys.readouterr().out) == [found] and "--dpu" not in found
+        assert answers(capsys.readouterr().out) == [answer] and "--dpu" not in answer

@@ -90,10 +90,10 @@ def test_buffers_that_are_saved_become_the_mean() -> None:
     outer_steps.OuterSteps(ARGS, [layer], optimizer_of(layer.weight), done=0)
     parameters, buffers = Exchanged.made
     assert parameters.parameters == [layer.weight]
-    assert [one.data_ptr() for one in buffers.parameters] == [layer.expert_bias.data_ptr()]
+    assert [tensor.data_ptr() for tensor in buffers.parameters] == [layer.expert_bias.data_ptr()]
     assert (buffers.options["lr"], buffers.options["momentum"]) == (1.0, 0.0)
     assert buffers.options["wire_dtype"] == torch.float32
-    assert {one.options["every"] for one in Exchanged.made} == {6}
+    assert {exchange.options["every"] for exchange in Exchanged.made} == {6}
 
 
 def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     layer = Layer()
     assert job.replicas_are_alike([layer])
     wanted = [layer.weight, layer.expert_bias, layer.number]
-    assert [one.data_ptr() for one in seen] == [one.data_ptr() for one in wanted]
+    assert [tensor.data_ptr() for tensor in seen] == [tensor.data_ptr() for tensor in wanted]
 
 
 def test_they_begin_though_the_iteration_was_skipped() -> None:

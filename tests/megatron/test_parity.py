@@ -133,8 +133,8 @@ def test_a_split_sequence_gives_the_gradients_of_the_whole(
     resume = ("--load", folder, "--ckpt-step", "2", "--no-load-rng")
     split = train(*PLAIN, *resume, "--context-parallel-size", str(ranks), ranks=ranks)
     torch.testing.assert_close(split.losses, whole.losses[2:], rtol=1e-5, atol=0.0)
-    for one, other in zip(split.gradients[0], whole.gradients[2], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for gradient, other in zip(split.gradients[0], whole.gradients[2], strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
     # Each rank has different tokens.
     first, second = (local[0][0] for local in split.local_gradients[:2])
     assert not torch.equal(first, second)

@@ -110,9 +110,9 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
     (lost,) = re.findall(r"from iteration (\d+) on without replica 1", first.text)
     assert 4 <= int(lost) <= 7, "in the control round of the fourth one at the earliest"
     (joined,) = re.findall(r"replica 1 has joined after iteration (\d+)", first.text)
-    mine = {step.iteration: step.loss for step in watch.second.record.steps}
-    assert min(mine) == int(joined) + 1, "its first step is the one after"
-    assert max(mine) == 60
+    losses_of = {step.iteration: step.loss for step in watch.second.record.steps}
+    assert min(losses_of) == int(joined) + 1, "its first step is the one after"
+    assert max(losses_of) == 60
     written: list[dict[str, Any]] = [
         json.loads(line) for line in (tmp_path / "dpu_lost_samples.jsonl").read_text().splitlines()
     ]
@@ -198,16 +198,16 @@ class Leave:
 
     def __init__(self, who: int, after: int) -> None:
         self.who, self.after, self.done = who, after, False
-        self.told: failures.Life | None = None
+        self.leaver: failures.Life | None = None
 
     def __call__(self, job: failures.Job, now: float) -> None:
         if self.done:
             return
         job.allow(self.after)
         if all(len(life.ends) == self.after for life in job.lives):
-            self.told = job.lives[self.who]
-            self.told.killed = self.done = True  # So it does not have to end with status 0.
-            os.killpg(self.told.ranks[-1].pid, signal.SIGTERM)  # Like torchrun.
+            self.leaver = job.lives[self.who]
+            self.leaver.killed = self.done = True  # So it does not have to end with status 0.
+            os.killpg(self.leaver.ranks[-1].pid, signal.SIGTERM)  # Like torchrun.
             job.allow(job.options.steps)
 
 
@@ -231,15 +231,15 @@ def test_one_that_is_told_to_end_leaves(
     options.steps_file, options.delay = True, delay
     watch = Leave(who, after=4)
     job = failures.train(options, prefix, watch)
-    assert watch.told is not None
-    assert [rank.status for rank in watch.told.ranks] == [143] * options.ranks, watch.told.text
-    (told,) = re.findall(r"SIGTERM\), and leaves after iteration (\d+)", watch.told.text)
-    last = int(told)
+    assert watch.leaver is not None
+    assert [rank.status for rank in watch.leaver.ranks] == [143] * options.ranks, watch.leaver.text
+    (iteration,) = re.findall(r"SIGTERM\), and leaves after iteration (\d+)", watch.leaver.text)
+    last = int(iteration)
     # A step's record is written before the ranks agree on the step, so the signal may come between
     # the two. With outer steps, the replica leaves at the step of the next exchange.
     assert last in ((4, 5) if options.every == 1 else (6,))
-    assert len(watch.told.record.steps) == last
-    others = [life for life in job.lives if life is not watch.told]
+    assert len(watch.leaver.record.steps) == last
+    others = [life for life in job.lives if life is not watch.leaver]
     first = others[0]
     assert f"replica {who} was told to end, and leaves after iteration {last};" in first.text
     lost = re.findall(rf"from iteration (\d+) on without replica {who}:", first.text)
@@ -249,7 +249,7 @@ def test_one_that_is_told_to_end_leaves(
         assert len(life.record.steps) == 12
     if options.every == 1:
         losses = [[step.loss for step in life.record.steps[:last]] for life in job.lives]
-        assert all(one == losses[0] for one in losses), "its last step was made by all of them"
+        assert all(loss == losses[0] for loss in losses), "its last step was made by all of them"
     written = [
         json.loads(line) for line in (tmp_path / "dpu_lost_samples.jsonl").read_text().splitlines()
     ]
@@ -263,7 +263,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
 ) -> None:
     """A signal between the two meetings of a step counts in the next step: if it counted only in
     the second meeting, all replicas could leave, and none would save."""
-    notice = SimpleNamespace(told=False)
+    notice = SimpleNamespace(received=False)
     said: list[bool] = []
 
     def choose(name: str, peers: list[int], leaves: bool) -> Choice:
@@ -271,7 +271,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
         return Choice(joiner=-1, ready_epoch=0, present=(True, True), leaving=(leaves, False))
 
     def all_want(wanted: bool, what: str) -> bool:
-        notice.told = True  # All others, too.
+        notice.received = True  # All others, too.
         return False
 
     def leave(iteration: int) -> None:
@@ -304,7 +304,7 @@ def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
             super().__call__(job, now)
             if self.done:
                 for life in job.lives:
-                    if life is not self.told and not life.killed:
+                    if life is not self.leaver and not life.killed:
                         life.killed = True
                         life.ranks[0].send(signal.SIGTERM)
 

@@ -35,10 +35,10 @@ class Others:
         monkeypatch.setattr(saves.bytepslib.members, "take_missing", set)
         monkeypatch.setattr(saves, "_begun", None)
 
-    def answer(self, mine: torch.Tensor, what: str, *, always: bool) -> torch.Tensor:
+    def answer(self, own: torch.Tensor, what: str, *, always: bool) -> torch.Tensor:
         name, total = self.sums.pop(0)
         assert what == f"save/{name}" and always
-        return mine.copy_(torch.tensor(total))
+        return own.copy_(torch.tensor(total))
 
     def save(self, *sums: tuple[str, list[float]], **args: Any) -> list[str]:
         """Save with these results of the sums over replicas, in this order; all must be used.
@@ -85,8 +85,8 @@ def test_a_rank_that_lacks_it_has_all_of_its_replica_try_again(
     others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replica was lost between two sums that ranks make concurrently."""
-    found = iter([[0, 0, 0, 0], [1, 0], [1, 0, 1, 0], [1, 0]])
-    monkeypatch.setattr(saves.job, "most_inside", lambda facts: next(found))
+    answers = iter([[0, 0, 0, 0], [1, 0], [1, 0, 1, 0], [1, 0]])
+    monkeypatch.setattr(saves.job, "most_inside", lambda facts: next(answers))
     assert (
         others.save(
             ("here", BOTH), ("saved", [1.0, 1.0]), *[("here", ALONE), ("saved", [0.0, 2.0])]

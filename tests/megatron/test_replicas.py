@@ -54,10 +54,10 @@ def options_of(*words: str, megatron: tuple[str, ...] = ()) -> Namespace:
     return bench.parse([*TINY, *words, "--", *megatron])
 
 
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["losses"] == other["losses"]
-    assert one["checksums"] == other["checksums"]
-    assert len(one["checksums"]) == 1
+def assert_same(alone: dict[str, Any], other: dict[str, Any]) -> None:
+    assert alone["losses"] == other["losses"]
+    assert alone["checksums"] == other["checksums"]
+    assert len(alone["checksums"]) == 1
 
 
 def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
@@ -86,9 +86,9 @@ def test_two_of_a_rank_are_a_job_of_two_with_the_optimizer_on_servers(
     options = options_of(
         "--replicas", "2", "--steps", "6", megatron=("--dpu-optimizer", *SERVERS[how])
     )
-    one = bench.train(options, prefix, None)
-    assert_same(bench.train(options, prefix, EACH_STEP), one)
-    assert one["losses"][0] != one["losses"][-1]
+    alone = bench.train(options, prefix, None)
+    assert_same(bench.train(options, prefix, EACH_STEP), alone)
+    assert alone["losses"][0] != alone["losses"][-1]
 
 
 @pytest.mark.thorough
@@ -99,11 +99,11 @@ def test_layouts_with_the_optimizer_on_servers(prefix: Path, layout: str) -> Non
     options = options_of(
         *TWO_BY_TWO, "--steps", "6", *words, megatron=("--dpu-optimizer", *megatron)
     )
-    one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
+    alone, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
     assert len(replicas["checksums"]) == 1, "replicas have parted"
-    assert replicas["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert replicas["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     if "--model-ranks" in words:
-        assert_same(one, replicas)
+        assert_same(alone, replicas)
 
 
 @pytest.mark.thorough
@@ -133,11 +133,11 @@ def test_layouts(prefix: Path, layout: str) -> None:
     """A sum of two values does not depend on their order; with more values, rounding differs."""
     words, megatron = LAYOUTS[layout]
     options = options_of(*TWO_BY_TWO, "--steps", "6", *words, megatron=megatron)
-    one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
+    alone, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
     assert len(replicas["checksums"]) == 1, "replicas have parted"
-    assert replicas["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert replicas["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     if "--model-ranks" in words:
-        assert_same(one, replicas)
+        assert_same(alone, replicas)
 
 
 @pytest.mark.thorough
@@ -337,11 +337,11 @@ def test_gradients_of_a_model_that_is_gone_are_let_go(monkeypatch: pytest.Monkey
     ddp, job = SimpleNamespace(config=config, ddp_config=config), plan.job
     monkeypatch.setattr(job, "_count", 2)
     monkeypatch.setattr(job, "_each_step", True)
-    gone, kept = Bucket(), Bucket()
-    job.divide_gradients(ddp, [gone, kept])
+    gone, staying = Bucket(), Bucket()
+    job.divide_gradients(ddp, [gone, staying])
     ref = weakref.ref(gone)
     del gone
     gc.collect()
     assert ref() is None
     job.leave_each_other()
-    assert kept.gradient_scaling_factor == 1.0
+    assert staying.gradient_scaling_factor == 1.0

@@ -37,9 +37,15 @@ def network(hosts: int, extra: int, local: int = 0, gbps: float | None = None) -
 
 
 def decided(
-    hosts: int, per_host: int, servers: int, *, asked: str = "auto", half: bool = False, **what: int
+    hosts: int,
+    per_host: int,
+    servers: int,
+    *,
+    requested: str = "auto",
+    half: bool = False,
+    **what: int,
 ) -> Decision:
-    one = Sum(
+    reduction = Sum(
         hosts=hosts_of(hosts, per_host),
         gradient_bytes=M,
         wire_bytes=M // 2 if half else M,
@@ -47,7 +53,7 @@ def decided(
         instances=what.get("instances", 1),
         by_all_reduce=bool(what.get("over_gloo")),
     )
-    return decide(one, network(hosts, servers), asked)
+    return decide(reduction, network(hosts, servers), requested)
 
 
 def test_measured_rates_are_those_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,16 +77,16 @@ def test_measured_rates_are_those_of_buckets(monkeypatch: pytest.MonkeyPatch) ->
 
     tries = {FLAT: over(FLAT), COLLECTIVE: over(COLLECTIVE)}
     group: Any = None
-    found = routes.measure(what, links, tries, group, torch.zeros(1))
-    assert all(0.85 * rate < one <= rate for one in found.rates.values())
+    network_of = routes.measure(what, links, tries, group, torch.zeros(1))
+    assert all(0.85 * rate < measured <= rate for measured in network_of.rates.values())
     assert now[0] < 15, "seconds before training begins"
 
 
 def test_inside_one_host_nothing_goes_to_servers() -> None:
     assert decided(1, 8, 4).route == COLLECTIVE
-    assert decided(1, 8, 4, asked=NODE_FIRST).route == COLLECTIVE
-    assert decided(1, 1, 4, asked=NODE_FIRST).route == COLLECTIVE
-    assert decided(1, 8, 4, asked=FLAT).route == FLAT, "unless it is asked for"
+    assert decided(1, 8, 4, requested=NODE_FIRST).route == COLLECTIVE
+    assert decided(1, 1, 4, requested=NODE_FIRST).route == COLLECTIVE
+    assert decided(1, 8, 4, requested=FLAT).route == FLAT, "unless it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +127,9 @@ def test_the_fewest_bytes_win(
 
 
 def test_a_setting_forces_the_way() -> None:
-    for asked in (FLAT, NODE_FIRST, COLLECTIVE):
-        assert decided(4, 2, 4, asked=asked).route == asked
-    one_a_host = decided(4, 1, 4, asked=NODE_FIRST)
+    for requested in (FLAT, NODE_FIRST, COLLECTIVE):
+        assert decided(4, 2, 4, requested=requested).route == requested
+    one_a_host = decided(4, 1, 4, requested=NODE_FIRST)
     assert (one_a_host.route, one_a_host.why) == (FLAT, "asked for, with one rank a host")
 
 
@@ -135,7 +141,7 @@ def test_uneven_hosts_are_summed_flat_and_the_reason_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "asked", "route", "why"),
+    ("hosts", "requested", "route", "why"),
     [
         ((0, 0, 1, 1), "auto", NODE_FIRST, "fewest bytes"),
         ((0, 0, 1, 1), NODE_FIRST, NODE_FIRST, "asked for"),
@@ -149,11 +155,11 @@ def test_uneven_hosts_are_summed_flat_and_the_reason_is_said() -> None:
     ],
 )
 def test_with_the_optimizer_on_the_servers_all_goes_through_them(
-    hosts: tuple[int, ...], asked: str, route: str, why: str
+    hosts: tuple[int, ...], requested: str, route: str, why: str
 ) -> None:
     what = Sum(hosts=hosts, gradient_bytes=2 * M, wire_bytes=M, updated=True)
     rates = network(len(set(hosts)), 4, gbps=10)
-    decision = decide(what, rates, asked)
+    decision = decide(what, rates, requested)
     assert (decision.route, decision.why) == (route, why)
     assert COLLECTIVE not in decision.loads
     if NODE_FIRST in decision.loads:
@@ -184,13 +190,13 @@ def test_slow_servers_are_left_out_where_rates_are_known() -> None:
 def test_measured_rates_decide() -> None:
     """By the number of bytes, servers are 1.5 times as fast. Measured rates override this."""
     what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
-    told = network(4, 4, gbps=100)
+    nominal = network(4, 4, gbps=100)
     for through_servers, route in ((80e8, FLAT), (60e8, COLLECTIVE)):
         seen = Measured(size=1 << 26, rates={FLAT: through_servers, COLLECTIVE: 100e8})
-        decision = decide(what, seen.applied(told))
+        decision = decide(what, seen.applied(nominal))
         assert decision.route == route
         assert decision.seconds == {FLAT: M / through_servers, COLLECTIVE: 1.5 * M / 100e8}
-        text = describe("dense", [(what, decision)], seen.applied(told))
+        text = describe("dense", [(what, decision)], seen.applied(nominal))
         assert "measured with 67.1 MB" in text and "80 by the collective" in text
 
 
@@ -254,8 +260,8 @@ def test_three_lines_when_a_job_starts() -> None:
 
 
 def test_the_bytes_of_each_type_are_told() -> None:
-    def bucket(route: str, numel: int, kept: int, *, updated: bool = False) -> Any:
-        small = SimpleNamespace(nbytes=2 * kept, itemsize=2) if kept else None
+    def bucket(route: str, numel: int, exact_elements: int, *, updated: bool = False) -> Any:
+        small = SimpleNamespace(nbytes=2 * exact_elements, itemsize=2) if exact_elements else None
         op = SimpleNamespace(route=route, wire=wire.int8(), bf16_part=small, updated=updated)
         return SimpleNamespace(dpu_reduce_op=op, grad_data=SimpleNamespace(numel=lambda: numel))
 
@@ -264,8 +270,8 @@ def test_the_bytes_of_each_type_are_told() -> None:
         bucket(routes.FLAT, 128_000_000, 5_000_000),
         bucket(routes.COLLECTIVE, 1_000, 1_000),
     ]
-    told = types(buckets)
-    assert "go to servers: 260.00 MB as int8, 10.00 MB in 16 bits" in told
-    assert "come back" not in told
-    told = types([*buckets, bucket(routes.FLAT, 12_800_000, 0, updated=True)])
-    assert told.endswith("; 13.00 MB come back as int8 differences")
+    text = types(buckets)
+    assert "go to servers: 260.00 MB as int8, 10.00 MB in 16 bits" in text
+    assert "come back" not in text
+    text = types([*buckets, bucket(routes.FLAT, 12_800_000, 0, updated=True)])
+    assert text.endswith("; 13.00 MB come back as int8 differences")

@@ -59,9 +59,9 @@ def seen(run_job: RunJob, dataset: Dataset) -> Callable[..., list[RankSeen]]:
 Seen = Callable[..., list[RankSeen]]
 
 
-def _assert_same(one: RankSeen, other: RankSeen) -> None:
-    assert [step.loss for step in one.steps] == [step.loss for step in other.steps]
-    for name, value in one.parameters.items():
+def _assert_same(seen: RankSeen, other: RankSeen) -> None:
+    assert [step.loss for step in seen.steps] == [step.loss for step in other.steps]
+    for name, value in seen.parameters.items():
         assert torch.equal(value, other.parameters[name]), name
 
 
@@ -74,19 +74,19 @@ def test_node_first_is_flat_but_for_rounding_and_half_the_bytes(seen: Seen, type
     tried, late, flat = (
         seen(*types, *words) for words in ((*EARLY, *NODE_FIRST), NODE_FIRST, (*EARLY, *FLAT))
     )
-    for one in (*tried[1:], *late):
+    for rank in (*tried[1:], *late):
         for name, value in tried[0].parameters.items():
-            assert torch.equal(value, one.parameters[name]), name
+            assert torch.equal(value, rank.parameters[name]), name
     assert [step.grad_norm for step in tried[0].steps] == pytest.approx(
         [step.grad_norm for step in flat[0].steps], rel=1e-2 if types else 1e-5
     )
     for name, value in tried[0].parameters.items():
         bound = 2e-2 if types else 1e-5
         torch.testing.assert_close(value, flat[0].parameters[name], rtol=bound, atol=bound)
-    for one, other in zip(tried, flat, strict=True):
+    for rank, other in zip(tried, flat, strict=True):
         # The first rank of all loads whole parameters; node first, the ranks of the first host load
         # a part each.
-        assert one.pulled_bytes == pytest.approx(other.pulled_bytes / 2, rel=0.02)
+        assert rank.pulled_bytes == pytest.approx(other.pulled_bytes / 2, rel=0.02)
 
 
 def test_the_table_names_the_way(run_job: RunJob, dataset: Dataset) -> None:
@@ -103,10 +103,10 @@ def test_the_table_names_the_way(run_job: RunJob, dataset: Dataset) -> None:
 def test_a_step_with_a_nan_is_skipped(seen: Seen) -> None:
     words = ("--no-check-for-nan-in-loss-and-grad", *EARLY, *NODE_FIRST)
     ranks = seen(*words, program="train_poisoned")
-    for one in ranks:
-        is_none = [step.grad_norm is None or math.isnan(step.grad_norm) for step in one.steps]
+    for rank in ranks:
+        is_none = [step.grad_norm is None or math.isnan(step.grad_norm) for step in rank.steps]
         assert is_none == [False, True, False, False]
-        for name, value in one.parameters.items():
+        for name, value in rank.parameters.items():
             assert torch.isfinite(value).all()
             assert torch.equal(value, ranks[0].parameters[name]), name
 
@@ -116,16 +116,16 @@ def test_average_in_collective(seen: Seen) -> None:
     """Divided by two inside the host and by two on the servers, which is exact."""
     averaged = seen(*EARLY, *NODE_FIRST, "--ddp-average-in-collective")
     summed = seen(*EARLY, *NODE_FIRST)
-    for one, other in zip(averaged, summed, strict=True):
-        _assert_same(one, other)
+    for rank, other in zip(averaged, summed, strict=True):
+        _assert_same(rank, other)
 
 
 def test_passes_that_run_again_are_summed_again(seen: Seen) -> None:
     words = (*EARLY, *NODE_FIRST)
     again = seen(*words, broken="pushed-twice")
     once = seen(*words)
-    for one, other in zip(again, once, strict=True):
-        for name, value in one.parameters.items():
+    for rank, other in zip(again, once, strict=True):
+        for name, value in rank.parameters.items():
             assert torch.equal(value, other.parameters[name]), name
 
 
@@ -145,10 +145,10 @@ def test_a_checkpoint_goes_on_the_other_way(
     same = seen(*shared, *saves, "--load", folder, "--ckpt-step", "2")
     other = seen(*shared, *resumes, "--load", folder, "--ckpt-step", "2")
     for ranks in (same, other):
-        assert [len(one.steps) for one in ranks] == [2] * 4
-    for one, rest in zip(whole, same, strict=True):
-        one.steps = one.steps[2:]
-        _assert_same(rest, one)
+        assert [len(rank.steps) for rank in ranks] == [2] * 4
+    for of_rank, rest in zip(whole, same, strict=True):
+        of_rank.steps = of_rank.steps[2:]
+        _assert_same(rest, of_rank)
     assert [step.loss for step in other[0].steps] == pytest.approx(
         [step.loss for step in whole[0].steps], rel=1e-4
     )
@@ -212,9 +212,9 @@ def test_copies_are_summed_alike(seen: Seen) -> None:
     ends = [
         {
             name.rpartition(".")[0].rpartition(".")[2]: value
-            for name, value in one.parameters.items()
+            for name, value in rank.parameters.items()
         }
-        for one in ranks
+        for rank in ranks
     ]
     for first, last in zip(ends[:4], ends[4:], strict=True):
         assert torch.equal(first["word_embeddings"], last["output_layer"])
@@ -382,7 +382,7 @@ def test_in_another_layout_the_next_steps_owe_as_much(
     load = ("--load", save[1], "--ckpt-step", "2")
     vocabulary = ("--make-vocab-size-divisible-by",)
 
-    def found(ranks: int, *arguments: str) -> dict[str, torch.Tensor]:
+    def owed(ranks: int, *arguments: str) -> dict[str, torch.Tensor]:
         divisible = "2" if set(SPLIT) <= set(arguments) else "4"
         job = run_job(
             "train_owed",
@@ -392,8 +392,8 @@ def test_in_another_layout_the_next_steps_owe_as_much(
         )
         return together(job.results())
 
-    before = found(*saves, *save)
-    after = found(*resumes, *load)
+    before = owed(*saves, *save)
+    after = owed(*resumes, *load)
     names = [name for name in after if re.search(only, name)]
     assert names
     for name in names:

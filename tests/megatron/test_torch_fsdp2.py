@@ -26,5 +26,7 @@ def test_two_hosts_have_gloo_s_losses(run_job: Callable[..., Job], dataset: Data
     assert "reduce-scatters of float32 over 2 ranks on 2 host(s): BytePS flat" in log
     rounded, _ = losses("--use-dpu-reduce", **SERVED, BYTEPS_FSDP_DTYPES="int8,int8")
     assert rounded != gloo and rounded == pytest.approx(gloo, rel=5e-3)
-    kept, log = losses("--use-dpu-reduce")
-    assert kept == gloo and "BYTEPS_FSDP_DTYPES=int8 on all hosts sends them in few bits" in log
+    with_flag, log = losses("--use-dpu-reduce")
+    assert (
+        with_flag == gloo and "BYTEPS_FSDP_DTYPES=int8 on all hosts sends them in few bits" in log
+    )

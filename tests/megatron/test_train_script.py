@@ -91,7 +91,7 @@ def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path, warm_python: s
     assert run.returncode == 0, run.stdout + run.stderr
     said = run.stdout + run.stderr
     assert re.search(r"BytePS flat .* yes: asked for", said), said
-    losses = [float(one) for one in re.findall(r"lm loss: ([\d.E+-]+)", said)]
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", said)]
     assert len(losses) == 3 and losses[-1] < losses[0]
     _demand_metrics(said, "tensorboard")
     _demand_metrics(said, "wandb")
@@ -99,8 +99,8 @@ def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path, warm_python: s
 
 def _demand_metrics(said: str, writer: str) -> None:
     """Check that a writer got each iteration's values, next to Megatron's own."""
-    found = re.findall(rf"^{writer} (\d+) byteps/(\w+) (\S+)$", said, re.M)
-    values = {(int(step), name): float(value) for step, name, value in found}
+    metrics = re.findall(rf"^{writer} (\d+) byteps/(\w+) (\S+)$", said, re.M)
+    values = {(int(step), name): float(value) for step, name, value in metrics}
     sent = {values[step, "sent_bytes_per_step"] for step in (1, 2, 3)}
     # The gradients are bf16. Their number is rounded up, because buckets are padded.
     assert len(sent) == 1 and sent.pop() > 100_000, values
@@ -122,15 +122,15 @@ def test_a_failing_worker_is_shown(tree: Path, run_dir: Path) -> None:
 
 def _in_session(leader: int) -> list[int]:
     """Return processes in the session of this one, or with this parent."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = entry.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if fields[0] != "Z" and leader in (int(fields[1]), int(fields[3])):
-            found.append(int(entry.parent.name))
-    return found
+            pids.append(int(entry.parent.name))
+    return pids
 
 
 def _wait_for(condition: Callable[[], object], what: str) -> None:
@@ -354,9 +354,9 @@ def test_command_line(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text("text")
     prefix = prepare([source], tmp_path / "out", LIMIT).prefix
-    found = call(str(source), "--out", str(tmp_path / "out"))
-    assert (found.returncode, found.stdout) == (0, f"{prefix}\n")
-    assert found.stderr == "found: 1 documents, 5 tokens\n"
+    made = call(str(source), "--out", str(tmp_path / "out"))
+    assert (made.returncode, made.stdout) == (0, f"{prefix}\n")
+    assert made.stderr == "found: 1 documents, 5 tokens\n"
 
     missing = call(str(tmp_path / "nothing"))
     assert missing.returncode == 1

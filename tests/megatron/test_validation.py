@@ -210,10 +210,10 @@ def test_servers_do_what_a_recipe_has_ranks_do(
     parse: Parse, capsys: pytest.CaptureFixture[str], flag: str, values: tuple[str, ...]
 ) -> None:
     """The flag is off before values are derived from it; only rank 0 logs it."""
-    asked = parse("--dpu-optimizer", flag, *values)
-    args, elsewhere, without = (copy.copy(asked) for _ in range(3))
+    parsed = parse("--dpu-optimizer", flag, *values)
+    args, elsewhere, without = (copy.copy(parsed) for _ in range(3))
     translated(args)
-    changed = {name for name, value in vars(args).items() if value != getattr(asked, name)}
+    changed = {name for name, value in vars(args).items() if value != getattr(parsed, name)}
     assert changed - {"main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"} == {
         "use_dpu_reduce",
         flag.removeprefix("--").replace("-", "_"),
@@ -419,8 +419,10 @@ def test_fully_sharded_wrappers_say_that_they_sum(
     assert not capsys.readouterr().out
     for _ in range(2):
         dpu_reduce.fully_sharded(DistributedDataParallelConfig(use_dpu_reduce=True), "a wrapper")
-    told = capsys.readouterr().out
-    assert told.count("a wrapper shards gradients by reduce-scatters of its own: all of them") == 1
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("a wrapper shards gradients by reduce-scatters of its own: all of them") == 1
+    )
     config = DistributedDataParallelConfig(use_dpu_reduce=True, dpu_optimizer=True)
     with pytest.raises(ValueError, match="--dpu-optimizer does not work with a wrapper"):
         dpu_reduce.fully_sharded(config, "a wrapper")
@@ -443,8 +445,8 @@ def test_replicas_of_a_sharded_model_go_through_servers(
     dpu_reduce.fully_sharded(config, "Megatron-FSDP 2")
     config.outer_dp_sharding_strategy = "optim"
     dpu_reduce.fully_sharded(config, "Megatron-FSDP")
-    told = capsys.readouterr().out
-    assert joined == [1] and told.count("all of them stay with torch.distributed") == 2
+    printed = capsys.readouterr().out
+    assert joined == [1] and printed.count("all of them stay with torch.distributed") == 2
 
 
 def test_the_flag_reaches_the_config(parse: Parse) -> None:

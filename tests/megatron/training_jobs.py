@@ -39,8 +39,8 @@ class Trained:
             losses=losses,
             gradients=gradients,
             local_gradients=[
-                [[total.local for total in step.sums.values()] for step in one.steps]
-                for one in seen
+                [[total.local for total in step.sums.values()] for step in seen_rank.steps]
+                for seen_rank in seen
             ],
             parameters=first.parameters,
             names=first.names,
@@ -64,26 +64,26 @@ def _holds_all(seen: RankSeen) -> bool:
     )
 
 
-def same(one: list[list[Any]], other: list[list[Any]]) -> bool:
+def same(steps: list[list[Any]], other: list[list[Any]]) -> bool:
     """Return whether two lists of buckets are bit-identical, step by step."""
     import torch
 
-    if [len(step) for step in one] != [len(step) for step in other]:
+    if [len(step) for step in steps] != [len(step) for step in other]:
         return False
     return all(
         a.dtype == b.dtype and torch.equal(a, b)
-        for step, twin in zip(one, other, strict=True)
+        for step, twin in zip(steps, other, strict=True)
         for a, b in zip(step, twin, strict=True)
     )
 
 
-def assert_same_run(one: Trained, other: Trained) -> None:
+def assert_same_run(run: Trained, other: Trained) -> None:
     """Check that every loss, every bucket of every step and the final parameters are
     bit-identical."""
     import torch
 
-    assert one.losses == other.losses
-    assert same(one.gradients, other.gradients)
-    assert one.parameters.keys() == other.parameters.keys()
-    for name, value in one.parameters.items():
+    assert run.losses == other.losses
+    assert same(run.gradients, other.gradients)
+    assert run.parameters.keys() == other.parameters.keys()
+    for name, value in run.parameters.items():
         assert torch.equal(value, other.parameters[name]), name

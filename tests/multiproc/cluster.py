@@ -384,7 +384,7 @@ def _stopped(pid: int) -> bool:
 def processes_with(variable: str, value: str) -> dict[int, str]:
     """Return pids and command lines of the processes with this environment variable."""
     wanted = f"{variable}={value}".encode()
-    found = {}
+    commands = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
@@ -392,10 +392,10 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 if command:  # Zombies have no command line.
-                    found[int(folder.name)] = command
+                    commands[int(folder.name)] = command
         except OSError:
             continue
-    return found
+    return commands
 
 
 def cpu_seconds(pid: int) -> float:

@@ -244,7 +244,7 @@ def connections_of(pid: int) -> list[Socket]:
             if fields[3] == _ESTABLISHED:
                 ports = [int(end.rpartition(":")[2], 16) for end in fields[1:3]]
                 by_inode[fields[9]] = ports
-    found = []
+    sockets = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = os.readlink(entry)
@@ -252,5 +252,5 @@ def connections_of(pid: int) -> list[Socket]:
             continue
         if target.startswith("socket:[") and target[8:-1] in by_inode:
             local, remote = by_inode[target[8:-1]]
-            found.append(Socket(pid=pid, fd=int(entry.name), local=local, remote=remote))
-    return found
+            sockets.append(Socket(pid=pid, fd=int(entry.name), local=local, remote=remote))
+    return sockets

@@ -284,36 +284,36 @@ class _Flooder:
     def _connect(self) -> None:
         self.done["opened"] += 1
         family = socket.AF_INET6 if ":" in self._plan.address[0] else socket.AF_INET
-        one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         if self._sources:
-            one.setsockopt(socket.IPPROTO_IP, socket.IP_BIND_ADDRESS_NO_PORT, 1)
-            one.bind((next(self._sources), 0))
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_BIND_ADDRESS_NO_PORT, 1)
+            connection.bind((next(self._sources), 0))
         try:
             with contextlib.suppress(BlockingIOError):
-                one.connect(self._plan.address)
+                connection.connect(self._plan.address)
         except OSError:
             self.done["connect"] += 1
-            one.close()
+            connection.close()
             return
-        self._open[one.fileno()] = one
+        self._open[connection.fileno()] = connection
         events = select.EPOLLIN | select.EPOLLRDHUP
         if self._plan.kind == "talking":
             events |= select.EPOLLOUT
-        self._epoll.register(one, events)
+        self._epoll.register(connection, events)
 
     def _serve(self, wait_s: float) -> bool:
         """Handle events; return False after the signal to stop."""
         for number, events in self._epoll.poll(wait_s):
             if number == sys.stdin.fileno():
                 return False
-            one = self._open[number]
+            connection = self._open[number]
             try:
-                if events & select.EPOLLIN and not one.recv(65536):
+                if events & select.EPOLLIN and not connection.recv(65536):
                     raise ConnectionResetError
                 if events & (select.EPOLLERR | select.EPOLLHUP):
                     raise ConnectionResetError
                 if events & select.EPOLLOUT:
-                    one.send(self._hello)
+                    connection.send(self._hello)
                     self._epoll.modify(number, select.EPOLLIN | select.EPOLLRDHUP)
             except BlockingIOError:
                 continue

@@ -118,7 +118,7 @@ def test_a_job_from_up_to_down(job: Job, run_dir: Path) -> None:
 
 def alive(group: int) -> list[str]:
     """Return the processes of a group, except zombies."""
-    found = []
+    texts = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = status.read_text()
@@ -126,8 +126,8 @@ def alive(group: int) -> list[str]:
             continue
         state, _, its_group = text.rpartition(")")[2].split()[:3]
         if int(its_group) == group and state not in "ZX":
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts
 
 
 def test_down_ends_what_runs(job: Job, run_dir: Path) -> None:
@@ -241,9 +241,9 @@ def find_sshd(folder: Path) -> tuple[str, dict[str, str]]:
     If it is not installed, Debian's package is unpacked in `folder`: installing it would start a
     service on the machine.
     """
-    for place in ("/usr/sbin/sshd", "/usr/local/sbin/sshd"):
-        if Path(place).exists():
-            return place, {}
+    for sshd in ("/usr/sbin/sshd", "/usr/local/sbin/sshd"):
+        if Path(sshd).exists():
+            return sshd, {}
     folder.mkdir()
     environment = {**os.environ, "LC_ALL": "C"}
     subprocess.run(

@@ -68,20 +68,20 @@ def test_doctor(run_dir: Path) -> None:
 
 def test_doctor_finds_what_is_wrong(run_dir: Path) -> None:
     variables = {"BYTEPS_SECRET_FILE": "/nowhere", "BYTEPS_PARTITION_BYTE": "4096"}
-    found = run(run_dir, "doctor", **variables)
-    assert found.returncode == 1
-    wrong = [line for line in found.stdout.splitlines() if line.startswith("WRONG ")]
+    done = run(run_dir, "doctor", **variables)
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG ")]
     for text in ("did you mean BYTEPS_PARTITION_BYTES?", "--new-secret FILE' makes one"):
-        assert any(text in line for line in wrong), found.stdout
-    found = run(run_dir, "doctor", BYTEPS_C10D_WIRE_DTYPE="int3")
-    assert found.stdout.count("WRONG BYTEPS_C10D_WIRE_DTYPE='int3'") == 1, found.stdout
-    assert "note  BYTEPS_C10D_WIRE_DTYPE without BYTEPS_C10D=1: nothing" in found.stdout
+        assert any(text in line for line in wrong), done.stdout
+    done = run(run_dir, "doctor", BYTEPS_C10D_WIRE_DTYPE="int3")
+    assert done.stdout.count("WRONG BYTEPS_C10D_WIRE_DTYPE='int3'") == 1, done.stdout
+    assert "note  BYTEPS_C10D_WIRE_DTYPE without BYTEPS_C10D=1: nothing" in done.stdout
 
 
 def test_bench(run_dir: Path) -> None:
-    found = run(run_dir, "bench", "--sizes", "4KiB", "1MiB", "--iters", "2", "--wire", "int8")
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = found.stdout.splitlines()
+    done = run(run_dir, "bench", "--sizes", "4KiB", "1MiB", "--iters", "2", "--wire", "int8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
     assert any("2 ranks, 1 servers, cpu" in line for line in lines)
     rows = [line.split() for line in lines if line.split()[:1] in (["4096"], ["1048576"])]
     assert [row[-1] for row in rows] == ["0", "0"]

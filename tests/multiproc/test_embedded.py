@@ -107,8 +107,8 @@ class Started:
         return processes_with(MARK, self.mark)
 
     def nodes(self, role: str) -> list[int]:
-        found = self.processes().items()
-        return [pid for pid, command in found if f"--role {role}" in command]
+        processes = self.processes().items()
+        return [pid for pid, command in processes if f"--role {role}" in command]
 
     def demand_no_process(self, timeout_s: float = END_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -212,7 +212,7 @@ def test_two_hosts_on_one_machine(job: Started) -> None:
     launchers = []
     for line, _ in lines:
         variables, _, words = line.partition(" torchrun ")
-        env = dict(one.split("=") for one in f"{exported} {variables}".split())
+        env = dict(variable.split("=") for variable in f"{exported} {variables}".split())
         words = [*words.split(), "--master-port", port, str(program)]
         launchers.append(job.start_words(words, env=env))
     for launcher in launchers:

@@ -360,8 +360,8 @@ def test_everything_is_told_to_end_at_once(make_cluster: Make) -> None:
     cluster = make_cluster(workers=2, servers=2)
     workers = cluster.start("failures:saves")
     cluster.wait_mark("looping", range(2))
-    told: list[Process] = [cluster.scheduler, *cluster.servers, cluster.servers[1], *workers]
-    for node in told:
+    stopped: list[Process] = [cluster.scheduler, *cluster.servers, cluster.servers[1], *workers]
+    for node in stopped:
         node.send(signal.SIGTERM)
     wait_all(cluster.everyone(), END_S)
     cluster.demand_checks()

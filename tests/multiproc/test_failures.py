@@ -176,9 +176,9 @@ def test_rank_that_never_calls(make_cluster: Callable[..., Cluster]) -> None:
     for worker in waiting:
         # The rank that gets the error first may leave at once, and the other's error reports that.
         demand_error(worker, r"layer\.grad|busy")
-    told = [error_of(worker) for worker in waiting]
+    errors = [error_of(worker) for worker in waiting]
     wanted = r"layer\.grad.*timed out.*worker 2\b.*BYTEPS_OP_TIMEOUT_S=2"
-    assert any(re.search(wanted, text) for text in told), told
+    assert any(re.search(wanted, text) for text in errors), errors
     cluster.go("end")
     wait_all(cluster.everyone(), END_S)
 
@@ -234,5 +234,5 @@ class TestWrongCluster:
         cluster.start_nodes()
         twins = [cluster.start_worker(0, "failures:init_only", title=f"twin {i}") for i in range(2)]
         wait_all(cluster.everyone(), END_S)
-        told = [error_of(twin) for twin in twins]
-        assert any(re.search(r"(?i)(worker|rank)\W*0\b", text) for text in told), told
+        errors = [error_of(twin) for twin in twins]
+        assert any(re.search(r"(?i)(worker|rank)\W*0\b", text) for text in errors), errors

@@ -28,9 +28,9 @@ BURST = 5000
 
 def peak_mib(process: Process) -> float:
     status = Path(f"/proc/{process.pid}/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) / 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) / 1024
 
 
 def open_files(process: Process) -> int:
@@ -60,8 +60,8 @@ def break_links(cluster: Cluster) -> None:
     """Break the first worker's connections to scheduler and server."""
     worker = cluster.workers["worker 0"]
     for port in (cluster.port, server_port(cluster, 0)):
-        for one in between(worker.pid, port):
-            one.reset()
+        for connection in between(worker.pid, port):
+            connection.reset()
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster])
             *("--workers", str(WORKERS), "--servers", str(SERVERS), "--timeout", "120"),
         ], PATIENCE_S, env=cluster.node_environment())  # fmt: skip
     assert swarm.returncode == 0, swarm.stdout + swarm.stderr
-    told = re.search(r"([\d.]+) for each node", swarm.stdout)
-    assert told is not None, swarm.stdout
-    assert float(told[1]) <= MESSAGES_A_NODE
+    match = re.search(r"([\d.]+) for each node", swarm.stdout)
+    assert match is not None, swarm.stdout
+    assert float(match[1]) <= MESSAGES_A_NODE
     assert scheduler.wait(PATIENCE_S) == 0, scheduler.text
     said = scheduler.text.splitlines()
     assert len(said) <= MOST_LINES_OF_ALL, said

@@ -98,14 +98,14 @@ def test_a_script_that_knows_nothing(run_dir: Path, warm_python: str) -> None:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         job = Spawned(name, [warm_python, *words, str(script)], env, run_dir)
         assert job.wait(RUN_S) == 0, job.text
-        found = re.findall(r"^sum (\S+)$", job.text, re.MULTILINE)
-        assert len(set(found)) == 1, job.text
-        sums[name] = float(found[0])
-        for told in (
+        printed_sums = re.findall(r"^sum (\S+)$", job.text, re.MULTILINE)
+        assert len(set(printed_sums)) == 1, job.text
+        sums[name] = float(printed_sums[0])
+        for line in (
             "reduce-scatters of float32, sent as int8 over 2 ranks on 2 host(s): BytePS flat",
             "all-gathers of float32, sent as int8 over 2 ranks on 2 host(s): NCCL or gloo (in 0.25",
         ):
-            assert job.text.count(told) == (name == "ours"), job.text
+            assert job.text.count(line) == (name == "ours"), job.text
         advice = job.text.count("set BYTEPS_FSDP_DTYPES on all hosts")
         assert advice == (name == "gloo"), job.text
     assert sums["ours"] != sums["gloo"]

@@ -89,7 +89,7 @@ def test_connections(
     port = int(wait_for_file(cluster.folder / "server 0.port", END_S).split()[1])
     cluster.go("on")
     cluster.finish()
-    assert len([one for one in made if one.remote == port]) == connections
+    assert len([connection for connection in made if connection.remote == port]) == connections
 
 
 def test_speed_and_config(make_cluster: Callable[..., Cluster]) -> None:

@@ -49,14 +49,14 @@ def parse(line: str, form: str) -> dict[str, str | int | None]:
 
 
 def parse_all(text: str, form: str) -> list[dict[str, str | int | None]]:
-    found = [parse(line, form) for line in text.splitlines()]
+    records = [parse(line, form) for line in text.splitlines()]
     now = datetime.now(UTC)
-    for fields in found:
+    for fields in records:
         assert fields["severity"] in SEVERITIES, fields
         assert fields["host"] == socket.gethostname(), fields
         written = datetime.fromisoformat(str(fields["time"]))
         assert now - timedelta(hours=1) < written <= now + timedelta(seconds=1), fields
-    return found
+    return records
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

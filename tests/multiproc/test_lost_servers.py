@@ -52,8 +52,8 @@ def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., C
     cluster.servers[0].send(signal.SIGKILL)
     cluster.go("on")
     cluster.finish_with(training, [cluster.servers[0]])
-    kept = [int(n) for n in re.findall(r"with (\d+) bytes of sums", training[0].text)]
-    assert len(kept) == 1 and kept[0] < 8 << 20, kept
+    kept_bytes = [int(n) for n in re.findall(r"with (\d+) bytes of sums", training[0].text)]
+    assert len(kept_bytes) == 1 and kept_bytes[0] < 8 << 20, kept_bytes
 
 
 def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:

@@ -24,7 +24,7 @@ SETTINGS = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_CONNECTIONS": "2"}
 
 def between(pid: int, port: int) -> list[Socket]:
     """Return a process's sockets that are connected to a port."""
-    return [one for one in connections_of(pid) if one.remote == port]
+    return [connection for connection in connections_of(pid) if connection.remote == port]
 
 
 def server_port(cluster: Cluster, index: int) -> int:
@@ -61,8 +61,8 @@ def test_data_connections(make_cluster: Callable[..., Cluster]) -> None:
     while broken < RESETS or not resent(cluster):
         assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
         worker = cluster.workers[f"worker {broken % 2}"]
-        for one in between(worker.pid, server_port(cluster, broken // 2 % 2)):
-            one.reset()
+        for connection in between(worker.pid, server_port(cluster, broken // 2 % 2)):
+            connection.reset()
         broken += 1
         wait_for_rounds(cluster, 1)
     cluster.go("end")
@@ -75,8 +75,8 @@ def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) ->
     cluster.wait_mark("looping", range(2))
     processes: list[Process] = [*cluster.workers.values(), *cluster.servers]
     for number, process in enumerate(processes):
-        (one,) = between(process.pid, cluster.port)
-        one.reset()
+        (connection,) = between(process.pid, cluster.port)
+        connection.reset()
         # The scheduler has logged one line for each reset so far.
         wait_for_text(cluster.scheduler, rf"(?s)(made again after.*){{{number + 1}}}")
     cluster.go("end")
@@ -90,8 +90,8 @@ def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
     cluster.wait_mark("looping", range(2))
     for _ in range(3):
         for process in cluster.everyone():
-            for one in connections_of(process.pid):
-                one.reset()
+            for connection in connections_of(process.pid):
+                connection.reset()
         wait_for_rounds(cluster, 2)
     cluster.go("end")
     cluster.finish()
@@ -104,8 +104,8 @@ def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster])
     cluster.wait_mark("looping", range(2))
     stop(cluster.servers[0])
     for worker in cluster.workers.values():
-        for one in between(worker.pid, server_port(cluster, 0)):
-            one.reset()
+        for connection in between(worker.pid, server_port(cluster, 0)):
+            connection.reset()
     time.sleep(2)
     cluster.servers[0].send(signal.SIGCONT)
     wait_for_rounds(cluster, 2)
@@ -120,8 +120,8 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     (server,) = cluster.servers
     stop(server)
-    for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
-        one.reset()
+    for connection in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
+        connection.reset()
     survivors = list(cluster.workers.values())
     wait_all(survivors, END_S)
     for worker in survivors:
@@ -138,8 +138,8 @@ def test_not_at_all(make_cluster: Callable[..., Cluster]) -> None:
     """With a timeout of 0, a broken connection counts as a loss at once."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "0"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
-    for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
-        one.reset()
+    for connection in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
+        connection.reset()
     survivors = list(cluster.workers.values())
     wait_all(survivors, END_S)
     for worker in survivors:

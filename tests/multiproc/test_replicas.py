@@ -53,10 +53,10 @@ class Replicas:
 
     def log(self, number: int) -> list[dict[str, Any]]:
         """Return the log of a replica's first process."""
-        found: list[dict[str, Any]] = json.loads(
+        entries: list[dict[str, Any]] = json.loads(
             (self.cluster.folder / f"log.{number}.1.0").read_text()
         )
-        return found
+        return entries
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_quorum_waits_for_the_first_push(make_replicas: Callable[..., Replicas
 def test_the_last_one_ends_the_job(make_replicas: Callable[..., Replicas]) -> None:
     job = make_replicas(2)
     dying = [job.start(number, steps=20, dies=["before", 3 + number]) for number in (0, 1)]
-    assert [one.wait(IMPORT_S) for one in dying] == [-signal.SIGKILL] * 2
+    assert [worker.wait(IMPORT_S) for worker in dying] == [-signal.SIGKILL] * 2
     assert job.cluster.scheduler.wait(RUN_S) == 1
     assert "worker 1 (127.0.0.1) was lost" in job.cluster.scheduler.text
 

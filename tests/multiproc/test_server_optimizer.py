@@ -19,11 +19,11 @@ def demand_same_bits(cluster: Cluster) -> None:
     names = {path.name.rsplit(".", 1)[0] for path in cluster.folder.glob("bits.*")}
     assert names
     for name in names:
-        found = {
+        fingerprints = {
             (cluster.folder / f"{name}.{rank}").read_text()
             for rank in range(cluster.workers_wanted)
         }
-        assert len(found) == 1, name
+        assert len(fingerprints) == 1, name
 
 
 def test_steps(make_cluster: Callable[..., Cluster]) -> None:
@@ -73,10 +73,10 @@ def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
     least the second."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)
     cluster.run("server_optimizer:disagree")
-    told = {path.name: path.read_text() for path in cluster.folder.glob("disagree.*")}
-    assert {"disagree.None.0", "disagree.None.1"} <= set(told)
-    assert any(name.startswith("disagree.1.0") for name in told)
-    for text in told.values():
+    errors = {path.name: path.read_text() for path in cluster.folder.glob("disagree.*")}
+    assert {"disagree.None.0", "disagree.None.1"} <= set(errors)
+    assert any(name.startswith("disagree.1.0") for name in errors)
+    for text in errors.values():
         assert re.search(
             r"disagree on a step .*rates 0\.5.*rates 1\.5|rates 1\.5.*rates 0\.5", text
         )

@@ -42,8 +42,8 @@ class SlurmCluster:
 
     @property
     def _env(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "BYTEPS_"))}
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "BYTEPS_"))}
+        return {**inherited, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def __enter__(self) -> SlurmCluster:
         self.folder.mkdir(mode=0o700)
@@ -153,9 +153,9 @@ class SlurmCluster:
 
 def _find(program: str) -> str:
     """Find a program. Debian's daemons are outside most users' PATH."""
-    found = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
-    assert found is not None, f"{program} is not installed"
-    return found
+    path_of = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
+    assert path_of is not None, f"{program} is not installed"
+    return path_of
 
 
 SCRIPT = REPOSITORY / "scripts/examples/slurm.sbatch"

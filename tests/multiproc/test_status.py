@@ -204,15 +204,15 @@ def scrape(port: int) -> Figures:
 
 def of(figures: Figures, role: str, rank: int) -> Figures:
     """Return the metrics of a process by their bare names; those of engine threads are summed."""
-    found: Figures = {}
+    by_name: Figures = {}
     for key, value in figures.items():
         name, _, labels = key.partition("{")
         pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if name.startswith("byteps_") and "le" not in pairs:
             assert (pairs["role"], pairs["rank"]) == (role, str(rank)), key
             name = name.removeprefix(f"byteps_{role}_")
-            found[name] = found.get(name, 0.0) + value
-    return found
+            by_name[name] = by_name.get(name, 0.0) + value
+    return by_name
 
 
 def make_with_metrics(
@@ -295,9 +295,9 @@ def test_refused_requests_are_counted(make_cluster: Callable[..., Cluster]) -> N
     cluster, port = make_with_metrics(make_cluster, "lifecycle:disagreeing")
     cluster.wait_mark("done", range(WORKERS))
     assert of(scrape(port + WORKERS), "server", 0)["refused_requests_total"] >= 1
-    told = [int(note.read_text()) for note in cluster.folder.glob("refused.*")]
-    assert told
-    assert all(count >= 1 for count in told)
+    counts = [int(note.read_text()) for note in cluster.folder.glob("refused.*")]
+    assert counts
+    assert all(count >= 1 for count in counts)
     cluster.go("end")
     cluster.finish()
 

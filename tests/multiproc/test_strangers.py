@@ -145,7 +145,7 @@ def test_a_proof_is_of_use_once(steady: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "status"),
+    ("change", "error", "status"),
     [
         (
             {"BYTEPS_SECRET": "another secret, as long"},
@@ -165,7 +165,7 @@ def test_a_proof_is_of_use_once(steady: Cluster) -> None:
     ids=["another", "without", "none", "short", "both", "no-file"],
 )
 def test_a_node_that_has_not_the_secret(
-    make_cluster: Callable[..., Cluster], change: dict[str, str], told: str, status: int
+    make_cluster: Callable[..., Cluster], change: dict[str, str], error: str, status: int
 ) -> None:
     """A node without the secret gets an error that says what to do."""
     port = free_ports()
@@ -176,11 +176,11 @@ def test_a_node_that_has_not_the_secret(
     cluster.start_scheduler()
     worker = cluster.start_worker(0, "failures:init_only", env=change)
     wait_all([worker], END_S)
-    demand_error(worker, told)
+    demand_error(worker, error)
     cluster.set_env(change)
     server = cluster.start_server()
     assert server.wait(END_S) == status
-    assert re.search(told, server.text), server.text
+    assert re.search(error, server.text), server.text
     if status == 1:
         wait_for_text(cluster.scheduler, noted := rf"refused a connection: .*{NOTED}.*{LOOPBACK}")
         [line] = re.findall(noted, cluster.scheduler.text)

@@ -88,15 +88,15 @@ class Timeline:
 
     def arrows(self, phase: str) -> list[str]:
         """Return the numbers of arrows; check that each is in a slice of its thread."""
-        found = []
+        ids = []
         for event in self.events:
             if event["ph"] == phase:
                 assert any(
                     s["tid"] == event["tid"] and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
                     for s in self.slices
                 )
-                found.append(event["id"])
-        return sorted(found)
+                ids.append(event["id"])
+        return sorted(ids)
 
 
 def run(cluster: Cluster, program: str, **args: Any) -> None:

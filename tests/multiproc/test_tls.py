@@ -98,8 +98,10 @@ def overheard(cluster: Cluster) -> bytes:
     while True:
         assert time.monotonic() < deadline, "whenever the server was stopped, nothing was under way"
         stop(server)
-        mine = [one for one in connections_of(server.pid) if one.local == port]
-        longest = max((one.waiting(1 << 20) for one in mine), key=len)
+        connections = [
+            connection for connection in connections_of(server.pid) if connection.local == port
+        ]
+        longest = max((connection.waiting(1 << 20) for connection in connections), key=len)
         server.send(signal.SIGCONT)
         if len(longest) > 10_000:
             return longest
@@ -124,9 +126,9 @@ def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
     while broken < 3:
         assert time.monotonic() < deadline, "no connection broke"
         worker = cluster.workers[f"worker {broken % 2}"]
-        for one in between(worker.pid, server_port(cluster, 0)):
+        for connection in between(worker.pid, server_port(cluster, 0)):
             try:
-                one.insert(ONE * 100)
+                connection.insert(ONE * 100)
             except OSError:  # The socket buffer is full, or the connection has just broken.
                 continue
         wait_for_rounds(cluster, 1)
@@ -148,8 +150,8 @@ def test_connections_that_break(make_cluster: Callable[..., Cluster]) -> None:
         assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
         worker = cluster.workers[f"worker {broken % 2}"]
         port = cluster.port if broken == 5 else server_port(cluster, broken // 2 % 2)
-        for one in between(worker.pid, port):
-            one.reset()
+        for connection in between(worker.pid, port):
+            connection.reset()
         broken += 1
         wait_for_rounds(cluster, 1)
     cluster.go("end")
@@ -172,7 +174,7 @@ def refused(
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "told", "noted"),
+    ("ours", "theirs", "error", "noted"),
     [
         (
             TLS,
@@ -199,17 +201,17 @@ def test_who_does_not_fit_is_told_and_noted(
     make_cluster: Callable[..., Cluster],
     ours: dict[str, str],
     theirs: dict[str, str],
-    told: str,
+    error: str,
     noted: str,
 ) -> None:
     cluster, said = refused(make_cluster, ours, theirs)
-    demand_error(cluster.workers["worker 0"], told)
-    assert re.search(told, said), said
+    demand_error(cluster.workers["worker 0"], error)
+    assert re.search(error, said), said
     wait_for_text(cluster.scheduler, "refused a connection: .*" + noted)
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "noted"),
+    ("change", "error", "noted"),
     [
         ("certificate", "does not accept this node's certificate", "certificate is not accepted"),
         ("authority", "certificate is not accepted", "does not accept this node's certificate"),
@@ -222,7 +224,7 @@ def test_certificates_that_do_not_fit(
     authority: Authority,
     stranger: Authority,
     change: str,
-    told: str,
+    error: str,
     noted: str,
 ) -> None:
     """`secret`: the scheduler has certificates, and these nodes use the secret."""
@@ -237,8 +239,8 @@ def test_certificates_that_do_not_fit(
     else:
         bad = dict(TLS)
     cluster, said = refused(make_cluster, good, bad)
-    demand_error(cluster.workers["worker 0"], told)
-    assert re.search(told, said), said
+    demand_error(cluster.workers["worker 0"], error)
+    assert re.search(error, said), said
     wait_for_text(cluster.scheduler, "refused a connection: .*" + noted)
 
 
@@ -265,7 +267,7 @@ def files_of(authority: Authority, stranger: Authority, which: str) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("files", "env", "told"),
+    ("files", "env", "error"),
     [
         ("missing", TLS, "BYTEPS_TLS_CERT=/nowhere/cert.pem cannot be used: No such file"),
         ("no-pem", TLS, "BYTEPS_TLS_CA=/etc/hostname cannot be used"),
@@ -283,7 +285,7 @@ def test_settings_that_do_not_fit(
     run_dir: Path,
     files: str,
     env: dict[str, str],
-    told: str,
+    error: str,
 ) -> None:
     """Checked before anything is opened; exit status 2."""
     address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0"}
@@ -295,4 +297,4 @@ def test_settings_that_do_not_fit(
         env={**clean_environment(run_dir), **settings},
     )
     assert ended.returncode == 2, ended.stderr
-    assert re.search(told, ended.stderr), ended.stderr
+    assert re.search(error, ended.stderr), ended.stderr

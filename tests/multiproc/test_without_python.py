@@ -68,11 +68,11 @@ def test_a_server_without_memory_says_what_it_wanted(run_dir: Path) -> None:
         workers = job.start_workers(1, *arguments)
         wait_all(workers, LIMIT_S)
         assert workers[0].wait(0) == 1
-        told = (
+        error = (
             rf"server 0 is out of memory: it wanted {LARGE} bytes for a push of 'tensor\.0' from "
             r"worker 0, partition 0; \d+ of \d+ bytes are free \(ulimit -v\); take more servers"
         )
-        assert re.search(told, workers[0].text), workers[0].text
+        assert re.search(error, workers[0].text), workers[0].text
         assert job.server.running
         job.end_well(2)
 

@@ -211,15 +211,15 @@ class Switch:
 
 
 def _frames(tap: int) -> list[bytes]:
-    found: list[bytes] = []
-    while len(found) < _MOST_FRAMES:
+    frames: list[bytes] = []
+    while len(frames) < _MOST_FRAMES:
         try:
-            found.append(os.read(tap, _MOST_BYTES))
+            frames.append(os.read(tap, _MOST_BYTES))
         except BlockingIOError:
             break
         except OSError:  # the device is down
             break
-    return found
+    return frames
 
 
 def _mac(index: int) -> str:

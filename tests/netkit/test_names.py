@@ -127,9 +127,9 @@ def test_a_name_that_is_loopback_is_no_address_for_others(job: Job) -> None:
     job.know("127.0.1.1")
     job.start_scheduler(NAME)
     job.start_server()
-    told = f"{NAME} is 127.0.1.1 here: nodes on other machines cannot reach this one"
+    error = f"{NAME} is 127.0.1.1 here: nodes on other machines cannot reach this one"
     for node in ("scheduler", "server"):
-        job.wait_for_text(node, told)
+        job.wait_for_text(node, error)
     job.start_worker()  # on this machine
     job.finish()
 

@@ -119,7 +119,7 @@ def _output(host: Host, *command: str) -> str:
 def _by_nic(job: Job) -> list[dict[str, int]]:
     """Get the bytes that each node has sent by each NIC from the status: servers, then workers."""
     status = json.loads(_output(job.emulation.hosts[0], STATUS, "--json"))
-    return [{one["nic"]: one["sent_bytes"] for one in node["by_nic"]} for node in status["nodes"]]
+    return [{nic["nic"]: nic["sent_bytes"] for nic in node["by_nic"]} for node in status["nodes"]]
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def test_both_nics_carry_the_data(job: Job) -> None:
     job.start(rounds=60)
     job.finish()
     for index in range(WORKERS + SERVERS):
-        one, two = job.emulation.sent_bytes(index)
-        assert 0.6 < one / two < 1.7, f"host {index} sent {one} and {two} bytes"
+        first, two = job.emulation.sent_bytes(index)
+        assert 0.6 < first / two < 1.7, f"host {index} sent {first} and {two} bytes"
 
 
 def test_bytes_follow_the_rates_of_the_nics(job: Job) -> None:
@@ -168,24 +168,24 @@ def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
     deadline = time.monotonic() + LIMIT_S
     while True:
         least = [job.emulation.sent_bytes(index) for index in nodes]
-        told = _by_nic(job)
+        sent = _by_nic(job)
         most = [job.emulation.sent_bytes(index) for index in nodes]
-        known = [one.get("eth0", 0) + one.get("eth1", 0) for one in told]
+        known = [nic_bytes.get("eth0", 0) + nic_bytes.get("eth1", 0) for nic_bytes in sent]
         # A record is half a second old, or older if the machine is busy.
         recent = all(
-            low[rail] / 2 <= one.get(f"eth{rail}", 0)
-            for one, low in zip(told, least, strict=False)
+            low[rail] / 2 <= nic_bytes.get(f"eth{rail}", 0)
+            for nic_bytes, low in zip(sent, least, strict=False)
             for rail in range(2)
         )
         if len(known) == len(nodes) and min(known) > 160 * BYTES and recent:
             break
-        assert time.monotonic() < deadline, told
+        assert time.monotonic() < deadline, sent
         job.demand_running()
         time.sleep(0.1)
-    for one, low, high in zip(told, least, most, strict=True):
-        assert 0.6 < one["eth0"] / one["eth1"] < 1.7, told
+    for nic_bytes, low, high in zip(sent, least, most, strict=True):
+        assert 0.6 < nic_bytes["eth0"] / nic_bytes["eth1"] < 1.7, sent
         for rail in range(2):
-            assert low[rail] / 2 <= one[f"eth{rail}"] <= high[rail], (told, least, most)
+            assert low[rail] / 2 <= nic_bytes[f"eth{rail}"] <= high[rail], (sent, least, most)
     table = _output(job.emulation.hosts[0], STATUS)
     for node in ("server 0", "server 1", "worker 0", "worker 1"):
         for nic in ("eth0", "eth1"):
@@ -194,18 +194,18 @@ def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
     text = _output(job.emulation.hosts[WORKERS], sys.executable, "-c", code)
     for what in ("sent", "received"):
         name = f"byteps_nic_{what}_bytes_total"
-        found = dict(re.findall(rf'^{name}{{.*nic="(\w+)"}} (\d+)$', text, re.MULTILINE))
-        assert 0.6 < int(found["eth0"]) / int(found["eth1"]) < 1.7, text
+        nic_metrics = dict(re.findall(rf'^{name}{{.*nic="(\w+)"}} (\d+)$', text, re.MULTILINE))
+        assert 0.6 < int(nic_metrics["eth0"]) / int(nic_metrics["eth1"]) < 1.7, text
 
 
 def _threads(pid: int) -> dict[str, list[int]]:
     """Get the allowed cores of a process's I/O threads."""
-    found = {}
+    affinities = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = (task / "comm").read_text().strip()
         if name.startswith("bps-tcp-"):
-            found[name] = sorted(os.sched_getaffinity(int(task.name)))
-    return found
+            affinities[name] = sorted(os.sched_getaffinity(int(task.name)))
+    return affinities
 
 
 def test_threads_run_on_the_numa_node_of_their_nic(job: Job) -> None:

@@ -109,7 +109,7 @@ class Launcher:
     """Arguments of torchrun; empty: ranks are started one by one."""
     init_method: str = ""
     """The `init_method` of `init_process_group`; empty: not given."""
-    told: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     """Variables that are set for each rank."""
     env: Mapping[str, str] = field(default_factory=dict)
     master_env: Mapping[str, str] = field(default_factory=dict)
@@ -135,19 +135,19 @@ LAUNCHERS = (
     # Pods of a PyTorchJob: the master's own name is localhost. Its NIC is the slower of the two.
     Launcher(
         name="kubernetes",
-        told=PLACES[:2],
+        given=PLACES[:2],
         env={**AT_MASTER, "BYTEPS_LINK_GBPS": "1"},
         master_env={"MASTER_ADDR": "localhost", "BYTEPS_LINK_GBPS": "0.5"},
         servers=3,
         quick=True,
     ),
     # Under srun the script reads ranks and local ranks from SLURM_PROCID and SLURM_LOCALID.
-    Launcher(name="slurm", init_method="env://", told=PLACES[:3], env=AT_MASTER),
+    Launcher(name="slurm", init_method="env://", given=PLACES[:3], env=AT_MASTER),
     # Each rank finds itself alone on its host.
     Launcher(
         name="ray",
         init_method="env://",
-        told=PLACES[:2],
+        given=PLACES[:2],
         env={**AT_MASTER, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
     ),
     Launcher(name="spawn-tcp", init_method=f"tcp://{MASTER}:29500"),
@@ -204,7 +204,7 @@ def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> 
             else:
                 method = launcher.init_method.format(folder=run_dir)
                 args |= {"ranks": RANKS[index], "first": sum(RANKS[:index]), "size": sum(RANKS)}
-                args |= {"told": launcher.told, "init_method": method}
+                args |= {"given": launcher.given, "init_method": method}
             ranks.append(nursery.start(f"host {index}", "own_hosts:host", env, run_dir, args))
         try:
             wait_all(ranks, RUN_S)

@@ -133,9 +133,9 @@ def test_a_slow_link_lives(switch: Switch, start: Start, run_dir: Path) -> None:
     port = int(wait_for_file(run_dir / "server.port", START_S, processes).split()[1])
     wait_for_frames(switch, 30, processes)
     worker = processes[-1]
-    for one in connections_of(worker.pid):
-        if one.remote == port:
-            one.reset()
+    for connection in connections_of(worker.pid):
+        if connection.remote == port:
+            connection.reset()
     begin = time.monotonic()
     wait_all(processes, LIMIT_S)
     assert {p.title: p.wait(0) for p in processes} == {p.title: 0 for p in processes}

@@ -90,10 +90,10 @@ def test_plain_script(run_dir: Path) -> None:
     """A plain script needs no change, and both hosts print the same."""
     script = run_dir / "train.py"
     script.write_text(DDP)
-    found = _try(
+    answers = _try(
         run_dir, "--steps", "3", "--skip", "2", command=[sys.executable, str(script), "1000"]
     )
-    for status, text in found:
+    for status, text in answers:
         assert status == 0, text
         assert "2 ranks on 2 hosts, 2 launches of each, 3 steps after 2:" in text
         kinds = re.findall(r"^  (plain|BytePS): [0-9.]+ ms per step, loss ([0-9.]+)$", text, re.M)
@@ -105,7 +105,7 @@ def test_plain_script(run_dir: Path) -> None:
             text,
             re.M,
         ), text
-    assert re.findall("Answer.*", found[0][1]) == re.findall("Answer.*", found[1][1])
+    assert re.findall("Answer.*", answers[0][1]) == re.findall("Answer.*", answers[1][1])
 
 
 @pytest.mark.thorough
@@ -116,11 +116,11 @@ def test_megatron_by_torchrun(run_dir: Path) -> None:
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
         *("--node-rank", "{index}", "--master-addr", "{master}", "--master-port", "29500"),
     ]
-    found = _try(
+    answers = _try(
         *(run_dir, "--steps", "3", "--skip", "2"),
         command=[*torchrun, *GPT, "--save", str(checkpoints)],
     )
-    for status, text in found:
+    for status, text in answers:
         assert status == 0, text
         losses = re.findall(
             r"^  (?:plain|BytePS): [0-9.]+ ms per step, loss ([0-9.]+)$", text, re.M

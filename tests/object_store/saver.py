@@ -31,9 +31,9 @@ def state(*, whole: bool) -> dict[str, ShardedTensor]:
     own = [values(tensor, rank) for tensor in range(TENSORS)]
     return {
         f"weight{number}": ShardedTensor.from_rank_offsets(
-            f"weight{number}", one if whole else torch.zeros_like(one), (0, rank, world)
+            f"weight{number}", weight if whole else torch.zeros_like(weight), (0, rank, world)
         )
-        for number, one in enumerate(own)
+        for number, weight in enumerate(own)
     }
 
 

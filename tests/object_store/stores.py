@@ -116,7 +116,7 @@ def s3(transfers: Transfers | None = None) -> Iterator[Bucket]:
 
         def names() -> list[str]:
             pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
-            return [one["Key"] for page in pages for one in page.get("Contents", [])]
+            return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
         yield Bucket(
             profile={"storage_provider": provider, "credentials_provider": credentials},

@@ -181,10 +181,10 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int, int]]:
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Returns content and mode of every file, and every folder, under `folder`, except .git."""
-    found = {name: entry[:2] for name, entry in snapshot(folder).items()}
+    entries = {name: entry[:2] for name, entry in snapshot(folder).items()}
     folders = (path for path in folder.rglob("*") if path.is_dir())
     relative = (path.relative_to(folder) for path in folders)
-    return found | {f"{path}/": (b"", 0) for path in relative if ".git" not in path.parts}
+    return entries | {f"{path}/": (b"", 0) for path in relative if ".git" not in path.parts}
 
 
 def make_sdist(folder: Path, name: str) -> Path:

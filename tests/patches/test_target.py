@@ -46,14 +46,14 @@ def make(folder: Path, version: str, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """Make a user's own copy of the trainer, and return its folder."""
     return make(tmp_path / "mine", "3.1.4", OLD)
 
 
 @pytest.fixture
-def target(two_series: Project, mine: Path) -> Target:
-    return Target.of(mine, two_series.root)
+def target(two_series: Project, checkout: Path) -> Target:
+    return Target.of(checkout, two_series.root)
 
 
 @pytest.fixture
@@ -61,41 +61,41 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """A function that returns all output since its last call."""
 
     def read() -> str:
-        told = capsys.readouterr()
-        return told.out + told.err
+        captured = capsys.readouterr()
+        return captured.out + captured.err
 
     return read
 
 
-def test_forward_and_back(target: Target, mine: Path, said: Callable[[], str]) -> None:
-    loop = mine / LOOP
+def test_forward_and_back(target: Target, checkout: Path, said: Callable[[], str]) -> None:
+    loop = checkout / LOOP
     loop.write_text(loop.read_text() + "\n\n\n\n# mine\n")
     loop.chmod(0o640)
     os.utime(loop, (1_000_000_000, 1_000_000_000))
-    git(mine, "init", "-q")
-    git(mine, "add", ".")
-    git(mine, "commit", "-q", "-m", "mine")
-    before, other_name = contents(mine), mine.parent / "cached.py"
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "mine")
+    before, other_name = contents(checkout), checkout.parent / "cached.py"
     os.link(loop, other_name)
     target.apply()
     assert "3.1.4, series for trainer 1.0: added 1 files, patched 1 (1 patches)" in said()
     text = loop.read_text()
     assert "    hook()\n" in text and text.endswith("# mine\n")
-    assert (mine / HOOK).read_text() == "HOOK = 1\n"
+    assert (checkout / HOOK).read_text() == "HOOK = 1\n"
     assert stat.S_IMODE(loop.stat().st_mode) == 0o640
     assert "hook()" not in other_name.read_text(), "an installer's cache may have this name"
-    status = git(mine, "status", "--porcelain", "--untracked-files=all")
+    status = git(checkout, "status", "--porcelain", "--untracked-files=all")
     assert status.split("\n") == [f" M {LOOP}", f"?? {HOOK}", ""]
     assert target.status()
-    after = contents(mine)
+    after = contents(checkout)
     target.apply()
-    assert "applied already" in said() and contents(mine) == after
+    assert "applied already" in said() and contents(checkout) == after
     # An interpreter's files are removed together with ours.
-    (mine / "trainer/extra/__pycache__").mkdir()
-    (mine / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
+    (checkout / "trainer/extra/__pycache__").mkdir()
+    (checkout / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
     target.reverse()
     assert "undone; 2 files" in said()
-    assert contents(mine) == before
+    assert contents(checkout) == before
     assert loop.stat().st_mtime == 1_000_000_000
     assert not target.status()
     target.reverse()
@@ -135,30 +135,30 @@ def test_series_that_fits_is_taken(
 
 def test_unknown_tree_hears_which_hunks_fail(two_series: Project, tmp_path: Path) -> None:
     loop = OLD[LOOP].replace("reduce()", "reduce(all)")
-    mine = make(tmp_path / "mine", "5.0.0", {LOOP: loop})
-    before = contents(mine)
+    checkout = make(tmp_path / "mine", "5.0.0", {LOOP: loop})
+    before = contents(checkout)
     with pytest.raises(PatchError) as caught:
-        Target.of(mine, two_series.root).apply()
+        Target.of(checkout, two_series.root).apply()
     hunk = (
         f"    patches/trainer/0001-loop-hook.patch: {LOOP}: hunk 1 of 1, from line 3: the file has "
         "no line '    reduce()'\n"
     )
     assert str(caught.value) == (
-        f"no series of patches applies to {mine} (Megatron-LM 5.0.0); nothing was changed\n"
+        f"no series of patches applies to {checkout} (Megatron-LM 5.0.0); nothing was changed\n"
         f"  newest 4.0 does not apply:\n{hunk}"
         f"    patches/newest/{OWN}: {SECOND}: there is no such file\n"
         f"  trainer 1.0 does not apply:\n{hunk[:-1]}"
     )
-    assert contents(mine) == before
+    assert contents(checkout) == before
 
 
-def test_hunk_that_fits_at_two_places_is_refused(target: Target, mine: Path) -> None:
-    (mine / LOOP).write_text("import time\n" + OLD[LOOP] * 2)
+def test_hunk_that_fits_at_two_places_is_refused(target: Target, checkout: Path) -> None:
+    (checkout / LOOP).write_text("import time\n" + OLD[LOOP] * 2)
     with pytest.raises(PatchError, match="hunk 1 of 1, from line 3, fits at lines 4, 11"):
         target.apply()
 
 
-def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Path) -> None:
+def test_failure_does_not_hide_those_of_later_patches(patched: Project, checkout: Path) -> None:
     """A later patch is not blamed for needing another hunk of an earlier patch that fails."""
     loop = patched.tree("trainer") / LOOP
     loop.write_text(loop.read_text() + "".join(f"line {number}\n" for number in range(30)))
@@ -166,10 +166,10 @@ def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Pa
     patched.commit(LOOP, "line 20\n", "line twenty\n", "loop: twenty", "trainer")
     patched.commit("trainer/info.py", "MINOR = 1", "MINOR = 2", "info: two", "trainer")
     patched.ok("export")
-    (mine / LOOP).write_text(OLD[LOOP].replace("update()", "update(1)"))
-    (mine / "trainer/info.py").write_text("MAJOR = 3\nMINOR = 1\nPATCH = 4\nSUFFIX = 1\n")
+    (checkout / LOOP).write_text(OLD[LOOP].replace("update()", "update(1)"))
+    (checkout / "trainer/info.py").write_text("MAJOR = 3\nMINOR = 1\nPATCH = 4\nSUFFIX = 1\n")
     with pytest.raises(PatchError) as caught:
-        Target.of(mine, patched.root).apply()
+        Target.of(checkout, patched.root).apply()
     assert f"0001-loop-hook.patch: {LOOP}: hunk 1 of 1" in str(caught.value)
     assert "0004-info-two.patch: trainer/info.py: hunk 1 of 1" in str(caught.value)
 
@@ -179,79 +179,79 @@ def test_failure_does_not_hide_those_of_later_patches(patched: Project, mine: Pa
 
 @pytest.mark.parametrize("gone", [LOOP, HOOK])
 def test_what_git_took_back_is_patched_again(
-    target: Target, mine: Path, said: Callable[[], str], gone: str
+    target: Target, checkout: Path, said: Callable[[], str], gone: str
 ) -> None:
     """A file is as after ``git checkout .`` or ``git clean``."""
-    before = contents(mine)
+    before = contents(checkout)
     target.apply()
-    after = contents(mine)
-    (mine / gone).write_bytes(before[gone][0]) if gone in before else (mine / gone).unlink()
+    after = contents(checkout)
+    (checkout / gone).write_bytes(before[gone][0]) if gone in before else (checkout / gone).unlink()
     assert not target.status()
     assert f"without the patches: {gone} (git, or an upgrade" in said()
     target.apply()
-    assert contents(mine) == after and target.status()
-    (mine / gone).write_bytes(before[gone][0]) if gone in before else (mine / gone).unlink()
+    assert contents(checkout) == after and target.status()
+    (checkout / gone).write_bytes(before[gone][0]) if gone in before else (checkout / gone).unlink()
     target.reverse()
-    assert contents(mine) == before
+    assert contents(checkout) == before
 
 
 def test_an_upgrade_is_seen_and_patched(
-    target: Target, mine: Path, two_series: Project, said: Callable[[], str]
+    target: Target, checkout: Path, two_series: Project, said: Callable[[], str]
 ) -> None:
     """pip has replaced the patched files, and left the files that we added."""
     target.apply()
-    make(mine, "4.0.0", NEW)
-    target = Target.of(mine, two_series.root)
+    make(checkout, "4.0.0", NEW)
+    target = Target.of(checkout, two_series.root)
     assert not target.status()
     assert "Megatron-LM 4.0.0: 1 files as" in said()
     target.apply()
     assert "series for newest 4.0" in said() and target.status()
     target.reverse()
-    assert contents(mine) == contents(make(mine.parent / "new", "4.0.0", NEW))
+    assert contents(checkout) == contents(make(checkout.parent / "new", "4.0.0", NEW))
     # The same upgrade without our patches: our files are removed, and the new files stay.
-    make(mine, "3.1.4", OLD)
+    make(checkout, "3.1.4", OLD)
     target.apply()
-    make(mine, "4.0.0", NEW)
+    make(checkout, "4.0.0", NEW)
     target.reverse()
-    assert contents(mine) == contents(mine.parent / "new")
+    assert contents(checkout) == contents(checkout.parent / "new")
 
 
 @pytest.mark.parametrize("path", [LOOP, HOOK])
 def test_files_that_were_edited_since_are_kept(
-    target: Target, mine: Path, said: Callable[[], str], path: str
+    target: Target, checkout: Path, said: Callable[[], str], path: str
 ) -> None:
     target.apply()
-    with (mine / path).open("a") as file:
+    with (checkout / path).open("a") as file:
         file.write("# edited\n")
-    after = contents(mine)
+    after = contents(checkout)
     assert target.status() and f"changed since: {path}" in said()
     target.apply()
     assert f"applied already; changed since: {path}" in said()
     with pytest.raises(PatchError, match=f"changed since the patches were applied: {path}"):
         target.reverse()
-    assert contents(mine) == after
+    assert contents(checkout) == after
 
 
 def test_other_state_of_the_series_takes_the_place(
-    target: Target, mine: Path, two_series: Project, said: Callable[[], str]
+    target: Target, checkout: Path, two_series: Project, said: Callable[[], str]
 ) -> None:
-    before = contents(mine)
+    before = contents(checkout)
     target.apply()
     two_series.write_overlay("trainer/extra/more.py", "MORE = 1\n", "trainer")
     (two_series.root / "trainer" / HOOK).unlink()
     assert not target.status() and "by another version of byteps" in said()
     target.apply()
-    assert not (mine / HOOK).exists() and (mine / "trainer/extra/more.py").exists()
+    assert not (checkout / HOOK).exists() and (checkout / "trainer/extra/more.py").exists()
     target.reverse()
-    assert contents(mine) == before
+    assert contents(checkout) == before
 
 
 def test_a_copy_without_the_record_is_known(
-    target: Target, mine: Path, said: Callable[[], str]
+    target: Target, checkout: Path, said: Callable[[], str]
 ) -> None:
     """The folder is like a clone of a checkout in which patched files were committed."""
     target.apply()
-    shutil.rmtree(mine / writing.RECORD)
+    shutil.rmtree(checkout / writing.RECORD)
     assert target.status() and "patched, series for trainer 1.0" in said()
     target.apply()
     assert "applied already (series for trainer 1.0)" in said()
@@ -262,16 +262,16 @@ def test_a_copy_without_the_record_is_known(
 # ----------------------------------------------------------------- refused cases
 
 
-def test_file_in_an_overlay_files_place_is_refused(target: Target, mine: Path) -> None:
-    (mine / "trainer/extra").mkdir()
-    (mine / HOOK).write_text("mine\n")
+def test_file_in_an_overlay_files_place_is_refused(target: Target, checkout: Path) -> None:
+    (checkout / "trainer/extra").mkdir()
+    (checkout / HOOK).write_text("mine\n")
     with pytest.raises(PatchError, match=f"overlay file trainer/{HOOK} would overwrite"):
         target.apply()
 
 
-def test_symbolic_link_is_refused(target: Target, mine: Path) -> None:
-    (mine / LOOP).rename(mine / "elsewhere.py")
-    (mine / LOOP).symlink_to(mine / "elsewhere.py")
+def test_symbolic_link_is_refused(target: Target, checkout: Path) -> None:
+    (checkout / LOOP).rename(checkout / "elsewhere.py")
+    (checkout / LOOP).symlink_to(checkout / "elsewhere.py")
     with pytest.raises(PatchError, match="is a symbolic link"):
         target.apply()
 
@@ -283,7 +283,9 @@ def test_folder_that_is_no_checkout_is_refused(target: Target, two_series: Proje
                 getattr(Target.of(folder, two_series.root), do)()
 
 
-def test_part_that_the_lock_does_not_know(target: Target, mine: Path, two_series: Project) -> None:
+def test_part_that_the_lock_does_not_know(
+    target: Target, checkout: Path, two_series: Project
+) -> None:
     patch = next(two_series.patch_folder("trainer").glob("*.patch"))
     patch.write_text(patch.read_text().replace("\n---\n", "\nPart: gpu\n---\n", 1))
     with pytest.raises(PatchError, match="Part: gpu"):
@@ -327,11 +329,11 @@ class Fault:
 @pytest.mark.parametrize("do", ["apply", "reverse"])
 @pytest.mark.parametrize("kills", [False, True], ids=["error", "killed"])
 def test_a_change_is_made_as_a_whole(
-    target: Target, mine: Path, monkeypatch: pytest.MonkeyPatch, do: str, kills: bool
+    target: Target, checkout: Path, monkeypatch: pytest.MonkeyPatch, do: str, kills: bool
 ) -> None:
     if do == "reverse":
         target.apply()
-    before, staged = contents(mine), f"{writing.RECORD}.new"
+    before, staged = contents(checkout), f"{writing.RECORD}.new"
     for number in range(100):
         with monkeypatch.context() as patch:
             Fault(patch, number, kills=kills)
@@ -344,12 +346,12 @@ def test_a_change_is_made_as_a_whole(
         for further in range(100 if kills else 0):
             with monkeypatch.context() as patch, contextlib.suppress(Killed):
                 Fault(patch, further, kills=True)
-                writing.recover(mine)
+                writing.recover(checkout)
                 break
-        assert contents(mine) == before
+        assert contents(checkout) == before
     assert number >= 4
-    assert contents(mine) != before
-    assert not (mine / staged).exists()
+    assert contents(checkout) != before
+    assert not (checkout / staged).exists()
 
 
 # ----------------------------------------------------------------- the real series
@@ -394,7 +396,9 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
 def test_installed_package_in_place_and_back(tmp_path: Path) -> None:
     """The command runs as from a wheel: without the project, and without git."""
     site = tmp_path / "site-packages"
-    (upstream,) = (one for one in load_lock(REPOSITORY) if one.name == "megatron-core")
+    (upstream,) = (
+        upstream for upstream in load_lock(REPOSITORY) if upstream.name == "megatron-core"
+    )
     unpack(upstream, site)
     before = contents(site)
     for name in ("cli", "patching"):

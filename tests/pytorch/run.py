@@ -97,20 +97,26 @@ class Verdict:
     @property
     def faults(self) -> list[Compared]:
         """List tests that pass over the reference alone, without a known reason."""
-        return [one for one in self.compared if one.is_different and one.test not in KNOWN]
+        return [
+            outcome
+            for outcome in self.compared
+            if outcome.is_different and outcome.test not in KNOWN
+        ]
 
     @property
     def stale(self) -> list[str]:
         """List entries of KNOWN that this run could have shown and did not."""
-        seen = {one.test for one in self.compared if one.is_different}
-        if any(one.without_shapes for one in self.compared):
+        seen = {outcome.test for outcome in self.compared if outcome.is_different}
+        if any(outcome.without_shapes for outcome in self.compared):
             seen.add(SHAPES)
-        could = {one.test for one in self.compared if one.reference == "passed"} | {SHAPES}
+        could = {outcome.test for outcome in self.compared if outcome.reference == "passed"} | {
+            SHAPES
+        }
         return [name for name in KNOWN if name in could - seen]
 
     def cells(self) -> list[str]:
-        passed = [one for one in self.compared if one.reference == "passed"]
-        here = [one for one in passed if one.byteps == "passed"]
+        passed = [outcome for outcome in self.compared if outcome.reference == "passed"]
+        here = [outcome for outcome in passed if outcome.byteps == "passed"]
         return [
             self.mode.name,
             *map(
@@ -120,7 +126,7 @@ class Verdict:
                     len(self.compared),
                     len(passed),
                     len(here),
-                    sum(one.operations > 0 for one in here),
+                    sum(outcome.operations > 0 for outcome in here),
                 ),
             ),
         ]
@@ -137,17 +143,17 @@ def compare(mode: Mode, tests: Sequence[str] = ()) -> Verdict:
             pool.submit(_outcomes, backend, options, progress)
             for backend in (mode.reference, "byteps")
         ]
-        reference, ours = (one.result() for one in both)
+        reference, ours = (future.result() for future in both)
     compared = [
         Compared(
             test=name,
             reference=reference[name]["outcome"],
-            byteps=found["outcome"],
-            operations=found["operations"],
-            error=found["error"],
-            without_shapes=found["without_shapes"],
+            byteps=seen["outcome"],
+            operations=seen["operations"],
+            error=seen["error"],
+            without_shapes=seen["without_shapes"],
         )
-        for name, found in ours.items()
+        for name, seen in ours.items()
     ]
     return Verdict(mode=mode, compared=compared)
 
@@ -162,16 +168,16 @@ def _outcomes(
         for name, value in os.environ.items()
         if not name.startswith(("DMLC_", "BYTEPS_", "TORCHELASTIC_"))
     }
-    found: dict[str, dict[str, Any]] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             outcome = json.loads(line)
-            found[outcome["test"]] = outcome
+            outcomes[outcome["test"]] = outcome
             progress.step(f"{backend}: {outcome['test']} {outcome['seconds']:.0f} s")
     if process.returncode != 0:
         raise SystemExit(f"error: the tests over {backend} ended with {process.returncode}")
-    return found
+    return outcomes
 
 
 TABLE = Table(
@@ -208,9 +214,11 @@ def main() -> int:
 
 def report(verdict: Verdict) -> str:
     """Describe the differences, with the errors of faults."""
-    lines = [f"{one.test}: {one.byteps}\n{one.error}\n" for one in verdict.faults]
+    lines = [f"{outcome.test}: {outcome.byteps}\n{outcome.error}\n" for outcome in verdict.faults]
     lines += [", ".join(map(": ".join, zip(TABLE.head, verdict.cells(), strict=True)))]
-    lines += [f"passes over {verdict.mode.reference} alone: {one.test}" for one in verdict.faults]
+    lines += [
+        f"passes over {verdict.mode.reference} alone: {outcome.test}" for outcome in verdict.faults
+    ]
     lines += [f"differs no longer, and is in KNOWN: {name}" for name in verdict.stale]
     return "\n".join(lines)
 

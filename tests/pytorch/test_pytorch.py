@@ -23,7 +23,7 @@ def test_what_passes_over_gloo_passes_through_servers(mode: str) -> None:
     verdict = compare(MODES[mode])
     print(report(verdict))
     assert not verdict.faults and not verdict.stale
-    assert sum(one.operations > 0 for one in verdict.compared) >= LEAST_THAT_SEND
+    assert sum(outcome.operations > 0 for outcome in verdict.compared) >= LEAST_THAT_SEND
 
 
 @pytest.mark.thorough
@@ -63,7 +63,7 @@ def test_a_difference_is_a_fault_and_a_reason_without_one_is_stale() -> None:
         _compared("test_fault", "passed", "late"),
     ]
     verdict = Verdict(mode=MODES["flat"], compared=outcomes)
-    assert [one.test for one in verdict.faults] == ["test_fault"]
+    assert [outcome.test for outcome in verdict.faults] == ["test_fault"]
     assert verdict.stale == []
     assert verdict.cells()[2:] == ["3", "2", "1", "1"]
     assert "passes over gloo alone: test_fault" in report(verdict)

@@ -165,10 +165,10 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
             config.add_cleanup(run.close)
         except (VmError, native.BuildError) as error:
             config.stash[_RUN] = str(error)
-    found = config.stash[_RUN]
-    if isinstance(found, str):
-        raise VmError(found)
-    return found
+    guest_run = config.stash[_RUN]
+    if isinstance(guest_run, str):
+        raise VmError(guest_run)
+    return guest_run
 
 
 def build_meddle() -> Path:

@@ -287,10 +287,10 @@ def test_settings_that_do_not_fit(make_breakable: Make, env: dict[str, str], say
 def removable() -> Iterator[None]:
     """Restores the guest's device, which the test removes."""
     shown = subprocess.run(["rdma", "link"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"rxe0/1 .*netdev (\S+)", shown)
-    assert found, shown
+    match = re.search(r"rxe0/1 .*netdev (\S+)", shown)
+    assert match, shown
     yield
-    add = ["rdma", "link", "add", "rxe0", "type", "rxe", "netdev", found[1]]
+    add = ["rdma", "link", "add", "rxe0", "type", "rxe", "netdev", match[1]]
     subprocess.run(add, timeout=120, check=True)
 
 

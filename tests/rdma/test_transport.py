@@ -152,14 +152,14 @@ def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int
     cluster.wait_mark("summed", range(3))
     (server,) = cluster.servers
     status = Path(f"/proc/{server.pid}/status").read_text()
-    found = re.search(r"VmPin:\s+(\d+) kB", status)
-    assert found is not None, status
+    match = re.search(r"VmPin:\s+(\d+) kB", status)
+    assert match is not None, status
     # An endpoint with the scheduler, and a control and a data endpoint with each worker.
     endpoints, slot, wanted = 1 + 3 * 2, 1024 + 4096, 64 + 128
     slots = min(wanted, budget // endpoints // 4096 * 4096 // slot)
     each = (64 * slots // wanted + 128 * slots // wanted) * slot
     in_pages = -(-each // 4096) * 4096
-    assert int(found[1]) * 1024 == endpoints * in_pages <= budget
+    assert int(match[1]) * 1024 == endpoints * in_pages <= budget
     cluster.go("on")
     cluster.finish()
 
@@ -351,8 +351,8 @@ class Job(SumJob):
         self.spawn("scheduler", self.server_command("scheduler"), env)
         self.spawn("server 0", self.server_command("server"), env)
         for rank in range(WORKERS):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
-            self.spawn(f"worker {rank}", self.worker_command(rounds), {**env, **place})
+            rank_of_torch = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
+            self.spawn(f"worker {rank}", self.worker_command(rounds), {**env, **rank_of_torch})
 
     def sent(self) -> list[dict[str, int]]:
         """Get the bytes that each node has sent by each NIC; empty until the status has some."""

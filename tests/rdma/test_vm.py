@@ -242,8 +242,8 @@ def test_small_mtu_is_a_warning(machine: FakeMachine) -> None:
     assert not wrongs(checked), checked.stdout
     assert "MTU of eth7 is 1500, so that RDMA packets hold 1024 bytes" in checked.stdout
     assert "ip link set eth7 mtu 9000" in checked.stdout
-    asked = machine.check(BYTEPS_RDMA_MTU="4096")
-    assert "BYTEPS_RDMA_MTU=4096 is more than" in wrongs(asked)[0]
+    report = machine.check(BYTEPS_RDMA_MTU="4096")
+    assert "BYTEPS_RDMA_MTU=4096 is more than" in wrongs(report)[0]
 
 
 def test_device_of_the_interface_is_taken(machine: FakeMachine) -> None:

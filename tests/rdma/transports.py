@@ -79,14 +79,14 @@ class RemoteRun:
         then all later calls raise it, too."""
         if self.broken is not None:
             raise VmError(self.broken)
-        found: list[dict[str, Any]] = []
+        read: list[dict[str, Any]] = []
         deadline = time.monotonic() + SILENCE_S
-        while not (found and found[-1].get("when") == "teardown"):
+        while not (read and read[-1].get("when") == "teardown"):
             record = self._next(deadline, test)
             report = record.get("report")
             if report is not None and report["nodeid"] == test:
-                found.append(report)
-        return found
+                read.append(report)
+        return read
 
     def _next(self, deadline: float, test: str) -> dict[str, Any]:
         while not self._records:

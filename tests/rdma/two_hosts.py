@@ -72,8 +72,8 @@ def ended(pid: int, timeout_s: float = JOB_S) -> int:
     """Get the exit status of a process. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.05)
     raise TimeoutError(f"the worker still runs after {timeout_s:g} s")

@@ -99,7 +99,10 @@ def batch(step: int, engine: Any) -> Any:
     ids = [torch.randint(2, 14, (length,), generator=generator) for length in lengths]
     nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
     return tu.get_tensordict(
-        {"input_ids": nested(ids), "loss_mask": nested([torch.ones_like(one) for one in ids])},
+        {
+            "input_ids": nested(ids),
+            "loss_mask": nested([torch.ones_like(sequence) for sequence in ids]),
+        },
         {
             "use_dynamic_bsz": False,
             "micro_batch_size_per_gpu": ROWS // 2,

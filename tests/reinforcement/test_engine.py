@@ -38,11 +38,11 @@ def run(name: str, model: Path, out: Path) -> str:
     return process.text
 
 
-def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def assert_same(tensors: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     import torch
 
-    assert one.keys() == other.keys() and one
-    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert tensors.keys() == other.keys() and tensors
+    different = [name for name in tensors if not torch.equal(tensors[name], other[name])]
     assert not different, different
 
 
@@ -74,9 +74,12 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
     for rank in range(LAYOUTS[name].ranks):
         seen = {backend: torch.load(out / f"{backend}-{rank}.pt") for backend in BACKENDS}
         assert_same(seen["byteps"]["last"], seen["all-reduce"]["last"])
-        for one in seen.values():
-            assert_same(one["resumed"], one["last"])
-            assert any(not torch.equal(one["first"][key], one["last"][key]) for key in one["last"])
+        for tensors in seen.values():
+            assert_same(tensors["resumed"], tensors["last"])
+            assert any(
+                not torch.equal(tensors["first"][key], tensors["last"][key])
+                for key in tensors["last"]
+            )
     ours, theirs = (
         optimizer_values(next(out.glob(f"{backend}-saved/**/optim*/dist_ckpt")))
         for backend in ("servers", "all-reduce")
@@ -187,8 +190,8 @@ def test_the_same_bits_by_twinkle(row: Row, tmp_path: Path) -> None:
         assert saved[0].keys() == saved[1].keys() and saved[0]
         assert all(torch.equal(values, saved[1][name]) for name, values in saved[0].items())
     for rank in range(row.ranks if row.mode == "local" else 0):
-        one: dict[str, Any] = torch.load(ours / f"{rank}.pt")
+        our_tensors: dict[str, Any] = torch.load(ours / f"{rank}.pt")
         other = torch.load(theirs / f"{rank}.pt")
-        assert one.keys() == other.keys() and one
-        assert all("lora" in name for name in one) == (row.kind != "whole")
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert our_tensors.keys() == other.keys() and our_tensors
+        assert all("lora" in name for name in our_tensors) == (row.kind != "whole")
+        assert all(torch.equal(our_tensors[name], other[name]) for name in our_tensors)

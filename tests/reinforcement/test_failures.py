@@ -47,13 +47,13 @@ def _receiving(monkeypatch: pytest.MonkeyPatch, error: Exception | None, done: b
     """Fake a call to Ray that has ended with `error`, or is not done."""
     call = object()
 
-    def get(one: object) -> None:
-        assert one is call
+    def get(waited_for: object) -> None:
+        assert waited_for is call
         if error is not None:
             raise error
 
     monkeypatch.setattr(rollout.ray, "get", get)
-    monkeypatch.setattr(rollout.ray, "wait", lambda some, timeout: (some if done else [], []))
+    monkeypatch.setattr(rollout.ray, "wait", lambda calls, timeout: (calls if done else [], []))
     monkeypatch.setattr(rollout, "_LOOK_MS", 1)
     return call
 
@@ -121,13 +121,13 @@ def test_actors_that_died_of_themselves_are_named() -> None:
         about = {"ActorClassName": "make.<locals>.WorkerDict", "Name": "rank 1", "Pid": 7}
         return {"State": state, "DeathCause": cause, **about}
 
-    some = {
+    actors = {
         "a": actor("WORKER_DIED", "killed by SIGKILL\nmore"),
         "b": actor("RAY_KILL", "verl took it away"),
         "c": actor("UNSPECIFIED", ""),
         "d": actor("WORKER_DIED", "", state="ALIVE"),
     }
-    assert attempt.unwanted(some) == {
+    assert attempt.unwanted(actors) == {
         "a": "actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"
     }
 
@@ -205,8 +205,8 @@ def test_what_earlier_attempts_logged_is_kept(
         assert len(list(file.parent.iterdir())) == max(number, 1)  # an empty file is not kept
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(file))
     keep_metrics("other", "name")
-    kept = {one.name: one.read_text() for one in file.parent.iterdir()}
-    assert kept == {"steps.1.jsonl": "first", "steps.2.jsonl": "second"}
+    logged = {file.name: file.read_text() for file in file.parent.iterdir()}
+    assert logged == {"steps.1.jsonl": "first", "steps.2.jsonl": "second"}
 
 
 def test_vllm_for_cpus_is_found_under_verls_name() -> None:
@@ -230,7 +230,7 @@ LIMIT_S = 1500.0
 
 def processes(title: str, folder: Path) -> list[int]:
     """Find the processes with this name that belong to the run in this folder."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             name = (process / "cmdline").read_bytes().decode(errors="replace")
@@ -238,8 +238,8 @@ def processes(title: str, folder: Path) -> list[int]:
         except OSError:
             continue
         if name.startswith(title) and f"={folder}/steps.jsonl\0".encode() in variables:
-            found.append(int(process.name))
-    return found
+            pids.append(int(process.name))
+    return pids
 
 
 def settings_of(model: Path, folder: Path) -> Settings:
@@ -313,7 +313,7 @@ def test_a_spare_replaces_a_lost_rank_of_five_roles(
     assert status == 0, said
     log = (folder / "verl.log").read_text()
     before, after = (
-        json.loads(one) for one in re.findall(r"ranks are processes (\[[\d, ]+\])", log)
+        json.loads(line) for line in re.findall(r"ranks are processes (\[[\d, ]+\])", log)
     )
     # The other rank's process is the same one.
     assert len(before) == len(after) == 2
@@ -332,7 +332,7 @@ def test_a_spare_replaces_a_lost_rank_of_five_roles(
 def test_weights_that_vllm_does_not_take_end_the_run(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
     fails = "tests.reinforcement.no_weights.Extension"
-    overrides = [one.replace(EXTENSION, fails) for one in settings.overrides()]
+    overrides = [override.replace(EXTENSION, fails) for override in settings.overrides()]
     assert overrides != settings.overrides()
     run = start(settings, overrides)
     try:

@@ -135,14 +135,14 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         data |= {"training/rollout_probs_diff_max": 0.02, "timing_s/step": 1.5}
         lines.append({"step": number, "data": data})
     # The run restarted after step 3: the last record counts.
-    for name, some in (("steps.1.jsonl", lines[:4]), ("steps.jsonl", lines[4:])):
-        text = "".join(json.dumps(line) + "\n" for line in some) + '{"step": 9'
+    for name, written in (("steps.1.jsonl", lines[:4]), ("steps.jsonl", lines[4:])):
+        text = "".join(json.dumps(line) + "\n" for line in written) + '{"step": 9'
         (tmp_path / name).write_text(text)
     for number, output in ((1, "3"), (6, "7")):
         sample = {"input": "3+4=", "output": output, "gts": "7", "score": float(output == "7")}
         # Each step draws new questions.
         other = {"input": f"3+{number}=", "output": "5", "gts": "9", "score": 0.0}
-        text = "".join(json.dumps(one) + "\n" for one in (sample, other))
+        text = "".join(json.dumps(response) + "\n" for response in (sample, other))
         (tmp_path / "samples" / f"{number}.jsonl").write_text(text)
     table = [
         "dpu_reduce: dense gradients over 2 ranks",
@@ -150,7 +150,7 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         "  1        0.9  reduce-scatter  0.0          -              -",
         "                BytePS flat     0.0          0.0            -   yes: asked for",
     ]
-    (tmp_path / "verl.log").write_text("\n".join(f"(WorkerDict pid=7) {one}" for one in table))
+    (tmp_path / "verl.log").write_text("\n".join(f"(WorkerDict pid=7) {line}" for line in table))
     outcome = rl.read(tmp_path, "BytePS")
     assert outcome.first_reward == pytest.approx(0.4)
     assert outcome.last_reward == pytest.approx(0.9)
@@ -368,7 +368,7 @@ def test_a_users_own_command_line(
         steps=2,
     )
     settings.folder.mkdir()
-    theirs = [one for one in settings.overrides() if "ray_init" not in one]
+    theirs = [override for override in settings.overrides() if "ray_init" not in override]
     theirs += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     theirs.append(f"+ray_kwargs.ray_init.address={cluster}")
     variables = "+ray_kwargs.ray_init.runtime_env.env_vars"

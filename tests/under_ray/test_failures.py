@@ -258,8 +258,8 @@ def test_copies_are_on_other_machines(nodes: str, jump: int) -> None:
 
 def test_needless_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
-    kept = memory.Memory(2)
-    (first,) = kept.arguments(["node"])
+    state = memory.Memory(2)
+    (first,) = state.arguments(["node"])
     memory.prepare(first, 0)
     old = memory.folder_of(first)
     assert old is not None and old.is_dir() and old.parents[1].stat().st_mode & 0o077 == 0
@@ -267,10 +267,10 @@ def test_needless_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     partly.parent.mkdir()
     for file in (partly, whole := partly.with_name("iter_0000002_0_local.pt")):
         file.touch()
-    memory.prepare(kept.arguments(["node"])[0], 0)
+    memory.prepare(state.arguments(["node"])[0], 0)
     assert whole.exists() and not partly.exists()
-    kept.start_anew()
-    (second,) = kept.arguments(["node"])
+    state.start_anew()
+    (second,) = state.arguments(["node"])
     memory.prepare(second, 0)
     new = memory.folder_of(second)
     assert new is not None and new.is_dir() and not old.exists()

@@ -96,8 +96,8 @@ def test_a_layout_in_both_modes(cell: Cell, pool: Pool, settings: Settings, run_
     # A different bit in a parameter of a rank is detected.
     other = copy.deepcopy(ray)
     next(iter(other[-1].parameters.values())).view(-1).view(torch.int32)[0] ^= 1
-    (found,) = compare(local, other).differences
-    assert found.startswith(f"rank {cell.ranks - 1}, parameter ")
+    (difference,) = compare(local, other).differences
+    assert difference.startswith(f"rank {cell.ranks - 1}, parameter ")
 
 
 # scripts/train.py --mode ray, as `make train MODE=ray` runs it: it loses a rank and continues.
@@ -214,9 +214,9 @@ def test_each_process_serves_its_own(pool: Pool, run_dir: Path) -> None:
     def scrape(event: dict[str, Any]) -> None:
         if event["event"] != "step":
             return
-        for one in json.loads((run_dir / "job" / "prometheus.json").read_text()):
-            (where,) = one["targets"]
-            name, number = one["labels"].popitem()
+        for target in json.loads((run_dir / "job" / "prometheus.json").read_text()):
+            (where,) = target["targets"]
+            name, number = target["labels"].popitem()
             with urllib.request.urlopen(f"http://{where}/metrics", timeout=30) as answer:
                 pages[f"{name} {number}"] = answer.read().decode()
         (run_dir / "scraped").touch()
@@ -386,7 +386,7 @@ def test_a_submitted_job_trains(head: str, run_dir: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done, after 1 generation" in done.stdout
     seen = [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [one["sum"] for one in seen] == [[9.0, 18.0, 27.0, 36.0]] * 2
+    assert [result["sum"] for result in seen] == [[9.0, 18.0, 27.0, 36.0]] * 2
     assert json.loads((run_dir / "job" / "job.json").read_text())["state"] == "done"
 
 

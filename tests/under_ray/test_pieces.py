@@ -310,9 +310,9 @@ def test_a_machine_outlives_an_actor_that_is_lost_during_the_imports(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     own: dict[str, Any] = {"preload": ["slow"], "python_path": [str(tmp_path)], "environment": {}}
     lost, other = (RankActor(folder=str(tmp_path), **own) for _ in range(2))
-    while len(found := list(tmp_path.glob("*.here"))) < 2 or not found[0].read_text():
+    while len(here_files := list(tmp_path.glob("*.here"))) < 2 or not here_files[0].read_text():
         time.sleep(0.01)
-    server = int(found[0].read_text())
+    server = int(here_files[0].read_text())
     os.kill(server, signal.SIGSTOP)
     while psutil.Process(server).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
@@ -401,12 +401,12 @@ def test_each_process_of_a_machine_has_its_own_port(tmp_path: Path) -> None:
         Settings(entry="train.py", environment={"BYTEPS_METRICS_PORT": "http"})
     places = [_place("1", []), _place("2", []), _place("2", [])]
     settings.write_metrics_list(tmp_path, ranks, ["10.0.0.1:9400", "10.0.0.2:9401"], places)
-    found = json.loads((tmp_path / "prometheus.json").read_text())
-    assert [one["targets"][0] for one in found] == [
+    targets = json.loads((tmp_path / "prometheus.json").read_text())
+    assert [target["targets"][0] for target in targets] == [
         *("10.0.0.1:9400", "10.0.0.2:9401", "10.0.0.1:9402", "10.0.0.2:9402", "10.0.0.2:9403")
     ]
-    assert found[1]["labels"] == {"job": tmp_path.name, "server": "1"}
-    assert found[4]["labels"] == {"job": tmp_path.name, "worker": "2"}
+    assert targets[1]["labels"] == {"job": tmp_path.name, "server": "1"}
+    assert targets[4]["labels"] == {"job": tmp_path.name, "worker": "2"}
 
 
 # Ranks with GPUs, on a node that claims to have some: Ray itself needs no GPU.
@@ -459,18 +459,18 @@ def test_each_rank_has_a_gpu_and_imports_after_the_fork(
     finally:
         nodes.close()
     seen = [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [one["RANK"] for one in seen] == ["0", "1"]
+    assert [environment["RANK"] for environment in seen] == ["0", "1"]
     # GPUs are numbered like CUDA does in a process that sees all GPUs that Ray may assign.
-    assert sorted(one["LOCAL_RANK"] for one in seen) == local_ranks
-    assert {one["LOCAL_WORLD_SIZE"] for one in seen} == {str(gpus)}
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in seen} == {mask}
-    assert [one["BYTEPS_LOCAL_RANK"] for one in seen] == ["0", "1"]
-    assert len({one["NCCL_HOSTID"] for one in seen} - {None}) == machines
-    assert all(one["imported here"] for one in seen)
+    assert sorted(environment["LOCAL_RANK"] for environment in seen) == local_ranks
+    assert {environment["LOCAL_WORLD_SIZE"] for environment in seen} == {str(gpus)}
+    assert {environment["CUDA_VISIBLE_DEVICES"] for environment in seen} == {mask}
+    assert [environment["BYTEPS_LOCAL_RANK"] for environment in seen] == ["0", "1"]
+    assert len({environment["NCCL_HOSTID"] for environment in seen} - {None}) == machines
+    assert all(environment["imported here"] for environment in seen)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "number", "of", "found"),
+    ("gpus", "number", "of", "expected"),
     [
         (4, 3, 4, {"LOCAL_RANK": "3"}),
         (1, 0, 1, {"LOCAL_RANK": "0"}),
@@ -480,7 +480,7 @@ def test_each_rank_has_a_gpu_and_imports_after_the_fork(
     ],
 )
 def test_ranks_share_gpus_where_there_are_too_few(
-    gpus: int, number: int, of: int, found: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    gpus: int, number: int, of: int, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     monkeypatch.setenv("MEGATRON_CPU", "0")
@@ -490,7 +490,7 @@ def test_ranks_share_gpus_where_there_are_too_few(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     take_a_share()
     names = ("LOCAL_RANK", "NCCL_HOSTID")
-    assert {name: os.environ[name] for name in names if name in os.environ} == found
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
 def test_a_cluster_offers_gpus_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:

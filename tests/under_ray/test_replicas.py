@@ -99,11 +99,11 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
     assert not of(first, "failure"), "it goes on"
     # All are on the same machine with different ports.
     lists = [run_dir / "job" / name / "prometheus.json" for name in ("", "replica0", "replica1")]
-    told = [json.loads(path.read_text())[0]["targets"][0] for path in lists]
-    assert [int(where.rpartition(":")[2]) for where in told] == [port, port + 1, port + 2]
+    addresses = [json.loads(path.read_text())[0]["targets"][0] for path in lists]
+    assert [int(where.rpartition(":")[2]) for where in addresses] == [port, port + 1, port + 2]
     (failure,) = of(second, "failure")
     assert "rank 0 was lost with its actor" in str(failure["failure"])
-    assert [len(of(one, "done")) for one in (first, second)] == [1, 1]
+    assert [len(of(log_of, "done")) for log_of in (first, second)] == [1, 1]
     whole, joined = losses(run_dir / "job", 0), losses(run_dir / "job", 1)
     assert sorted(whole) == list(range(1, STEPS + 1)), "no step is done twice"
     assert sorted(joined) == list(range(9, STEPS + 1)), "it joins after the step that waited"
@@ -331,10 +331,10 @@ class Machines:
 
 def _processes(host: Host) -> list[int]:
     """Get the processes of an emulated host."""
-    found = subprocess.run(
+    listed = subprocess.run(
         ["ip", "netns", "pids", str(host.namespace)], capture_output=True, text=True, check=True
     )
-    return [int(pid) for pid in found.stdout.split()]
+    return [int(pid) for pid in listed.stdout.split()]
 
 
 def _ranks(folder: Path) -> list[str]:
@@ -393,7 +393,7 @@ def test_a_machine_is_cut_off_and_comes_back(machines: Machines, run_dir: Path) 
             def at(step: int, generation: int) -> bool:
                 assert driver.poll() is None, (run_dir / "driver.log").read_text()
                 done = [(s["generation"], s["step"]) for s in record_of_steps(folder)]
-                return any(one >= (generation, step) for one in done)
+                return any(reached >= (generation, step) for reached in done)
 
             _await(lambda: at(BLINK, 0), "no steps")
             hosts = [host.address for host in machines.emulation.hosts]

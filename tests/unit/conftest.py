@@ -20,9 +20,9 @@ LIMIT_S = 30.0
 def byteps_server() -> str:
     """Path of the executable: in the folder of this Python, otherwise from PATH."""
     beside = Path(sys.executable).parent / "byteps-server"
-    found = str(beside) if beside.exists() else shutil.which("byteps-server")
-    assert found is not None, "byteps-server is neither next to this Python nor on PATH"
-    return found
+    executable = str(beside) if beside.exists() else shutil.which("byteps-server")
+    assert executable is not None, "byteps-server is neither next to this Python nor on PATH"
+    return executable
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class _Rank:
             ServerWork([torch.ones(1)], [handle], partial(meeting.wait, LIMIT_S), line)
             for handle, (meeting, line) in enumerate(zip(meetings, self.lines, strict=True))
         ]
-        self.futures = [one.get_future() for one in works]
+        self.futures = [work.get_future() for work in works]
 
 
 @pytest.fixture

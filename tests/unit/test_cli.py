@@ -11,9 +11,9 @@ from byteps import cli
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-h"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name, (_, what) in cli.COMMANDS.items():
-        assert f"{name} " in told and what in told
+        assert f"{name} " in printed and what in printed
     assert cli.main([]) == 2
 
 
@@ -24,10 +24,10 @@ def test_unknown_command_hears_the_nearest(
     capsys: pytest.CaptureFixture[str], word: str, meant: str
 ) -> None:
     assert cli.main([word]) == 2
-    told = capsys.readouterr().err
-    assert f"no command '{word}'" in told
-    assert ("did you mean" in told) == bool(meant)
-    assert f"'megatron-byteps {meant}'" in told or not meant
+    printed = capsys.readouterr().err
+    assert f"no command '{word}'" in printed
+    assert ("did you mean" in printed) == bool(meant)
+    assert f"'megatron-byteps {meant}'" in printed or not meant
 
 
 @pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"check"}))  # it is Megatron's

@@ -44,26 +44,24 @@ def end_each_wait(*arguments: str, limit_s: float = LIMIT_S) -> dict[str, dict[s
     assert ended.returncode == 0, f"{ended.stdout[-6000:]}{ended.stderr[-2000:]}"
     rows = re.findall(r"^\| (place|\S+:\d+) \|(.*)\|$", ended.stdout, re.M)
     ways = [way.strip() for way in rows[0][1].split("|")]
-    return {
-        place: dict(zip(ways, map(int, row.split("|")), strict=True)) for place, row in rows[1:]
-    }
+    return {wait: dict(zip(ways, map(int, row.split("|")), strict=True)) for wait, row in rows[1:]}
 
 
 def places_of_waits() -> dict[str, str]:
     """Find the waiting lines in the simulated code, by place."""
-    found = {}
+    waits = {}
     for path in sorted(CODE.rglob("*")):
         name = path.relative_to(CODE).as_posix()
         if path.suffix not in (".h", ".cc") or not name.startswith(SIMULATED):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if WAIT_IN_CPP.search(line) and not line.lstrip().startswith("//"):
-                found[f"{name}:{number}"] = line
-    return found
+                waits[f"{name}:{number}"] = line
+    return waits
 
 
-def is_exempt(place: str, line: str) -> bool:
-    file = place.split(":")[0]
+def is_exempt(wait: str, line: str) -> bool:
+    file = wait.split(":")[0]
     return any(name == file and what in line for name, what in NEVER_REACHED)
 
 
@@ -74,15 +72,15 @@ def test_waits_end_in_each_way() -> None:
     waits = places_of_waits()
     assert len(waits) > len(NEVER_REACHED)
     missed = {
-        place: line.strip()
-        for place, line in waits.items()
-        if place not in ended and not is_exempt(place, line)
+        wait: line.strip()
+        for wait, line in waits.items()
+        if wait not in ended and not is_exempt(wait, line)
     }
     assert not missed
-    for place, times in ended.items():
+    for wait, times in ended.items():
         # An ending thread is not woken before, and the first wait may be the scheduler's.
         unended = {way for way, number in times.items() if number == 0}
-        assert unended <= {"woken", "job fails"}, f"{place} was not ended in each way: {times}"
+        assert unended <= {"woken", "job fails"}, f"{wait} was not ended in each way: {times}"
 
 
 def test_waits_of_servers_with_copies_end_in_each_way() -> None:

@@ -34,8 +34,8 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 def test_own_place_on_the_host_comes_first() -> None:
     env = {**TORCHRUN, "BYTEPS_LOCAL_RANK": "3", "BYTEPS_LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
-    place = LocalPlace.own(env, "host")
-    assert (place.local, place.is_named) == ((3, 4), True)
+    own = LocalPlace.own(env, "host")
+    assert (own.local, own.is_named) == ((3, 4), True)
     assert LocalPlace.own(TORCHRUN, "host") == LocalPlace(host="host", local=(1, 2), is_named=False)
     assert LocalPlace.own({"LOCAL_RANK": "1"}, "host").local is None
 
@@ -123,8 +123,8 @@ def mask(cores: Sequence[int]) -> str:
 
 def means(cores: Sequence[Sequence[int]], **change: object) -> list[dict[str, object]]:
     """Make the messages of a host's ranks that may use these cores."""
-    told = {"servers": 0, "near": "0", "quota": None, "gbps": 25.0, "nodes": 1, **change}
-    return [{**told, "cores": mask(some)} for some in cores]
+    facts = {"servers": 0, "near": "0", "quota": None, "gbps": 25.0, "nodes": 1, **change}
+    return [{**facts, "cores": mask(ranks_cores)} for ranks_cores in cores]
 
 
 def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) -> HostServers:
@@ -132,7 +132,7 @@ def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) ->
 
 
 @pytest.mark.parametrize(
-    ("found", "io_threads", "adding_threads", "cores"),
+    ("fitted", "io_threads", "adding_threads", "cores"),
     [
         # 2 x 25 Gbit/s at 20 per core; four-bit values cost 1.5 cores.
         (servers([range(64)] * 8), 3, 4, 64),
@@ -150,25 +150,25 @@ def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) ->
     ],
 )
 def test_servers_fit_their_host(
-    found: HostServers, io_threads: int, adding_threads: int, cores: int
+    fitted: HostServers, io_threads: int, adding_threads: int, cores: int
 ) -> None:
-    assert (found.io_threads, found.adding_threads) == (io_threads, adding_threads)
-    assert found.cores_in_all == cores
-    text = host_servers.cost_text([found])
-    assert f"at most {found.busy_cores} of {cores} cores" in text
+    assert (fitted.io_threads, fitted.adding_threads) == (io_threads, adding_threads)
+    assert fitted.cores_in_all == cores
+    text = host_servers.cost_text([fitted])
+    assert f"at most {fitted.busy_cores} of {cores} cores" in text
 
 
 def test_a_forecast_counts_with_the_cores_that_servers_take() -> None:
-    found = servers([range(int(CORES_PER_GPU) * 8)] * 8, gbps=3200.0)
-    assert found.busy_cores == Machines(hosts=8, gpus=8, link_gbps=400, nics=8).network_cores
+    fitted = servers([range(int(CORES_PER_GPU) * 8)] * 8, gbps=3200.0)
+    assert fitted.busy_cores == Machines(hosts=8, gpus=8, link_gbps=400, nics=8).network_cores
 
 
 def test_threads_that_are_named_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BYTEPS_IO_THREADS", "7")
     monkeypatch.setenv("BYTEPS_SERVER_ENGINE_THREAD", "9")
-    found = servers([range(2)])
-    assert found.environment == {"BYTEPS_IO_THREADS": "7", "BYTEPS_SERVER_ENGINE_THREAD": "9"}
-    assert found.busy_cores == 2
+    fitted = servers([range(2)])
+    assert fitted.environment == {"BYTEPS_IO_THREADS": "7", "BYTEPS_SERVER_ENGINE_THREAD": "9"}
+    assert fitted.busy_cores == 2
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,13 @@ def test_servers_run_near_the_nics(near: Sequence[int], cores: Sequence[int]) ->
 def test_bytes_follow_the_rates_of_nics(gbps: Sequence[float], counts: list[int]) -> None:
     hosts = [means([range(64)], gbps=rate) for rate in gbps]
     fitted = host_servers.fit_hosts(hosts)
-    assert [one.count for one in fitted] == counts
-    assert all(one.io_threads * one.count <= 16 for one in fitted), "threads are divided, not added"
+    assert [host.count for host in fitted] == counts
+    assert all(host.io_threads * host.count <= 16 for host in fitted), (
+        "threads are divided, not added"
+    )
     for host in hosts[0]:
         host["servers"] = 2
-    assert [one.count for one in host_servers.fit_hosts(hosts)] == [2, *counts[1:]]
+    assert [host.count for host in host_servers.fit_hosts(hosts)] == [2, *counts[1:]]
 
 
 def test_the_tightest_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,13 +232,13 @@ def test_several_hosts_have_servers_of_their_own(
         monkeypatch.delenv(name, raising=False)
     nodes = EmbeddedNodes(0)
     start = Start(0, 3, None, nodes)
-    told = [
+    messages = [
         {"starts": True, "problem": "", "address": "", "secret": ""}
         | {"place": {"host": host, "local": None, "is_named": False}}
         | {"means": means([range(cores)], gbps=10.0)[0]}
         for host, cores in (("a", 16), ("b", 4), ("a", 16))
     ]
-    answers = start.answers(told)
+    answers = start.answers(messages)
     assert [answer["local"] for answer in answers] == [(0, 2), (0, 1), (1, 2)]
     threads = [answer.get("servers", {}).get("adding_threads") for answer in answers]
     assert threads == [4, 1, None]
@@ -250,10 +252,10 @@ def test_several_hosts_have_servers_of_their_own(
     # refused.
     monkeypatch.setenv("BYTEPS_TLS", "1")
     with pytest.raises(RuntimeError, match=r"BYTEPS_TLS=1 and no secret.*--new-secret"):
-        start.answers(told)
+        start.answers(messages)
     (tmp_path / "job.secret").write_text(f"{'a' * 16}\n")
     monkeypatch.setenv("BYTEPS_SECRET_FILE", str(tmp_path / "job.secret"))
-    assert "BYTEPS_SECRET" not in start.answers(told)[0]["address"]
+    assert "BYTEPS_SECRET" not in start.answers(messages)[0]["address"]
     nodes.end(time.monotonic())
 
 
@@ -263,23 +265,23 @@ def test_ranks_with_different_secrets_start_nothing(
     (tmp_path / "job.secret").write_text(f"{'a' * 16}\n")
     for name in ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"):
         monkeypatch.delenv(name, raising=False)
-    told = [{"secret": secret_mark()}]
+    messages = [{"secret": secret_mark()}]
     for name, value in (
         ("BYTEPS_SECRET", "a" * 16),
         ("BYTEPS_SECRET", "b" * 16),
         ("BYTEPS_AUTH", "0"),
     ):
         monkeypatch.setenv(name, value)
-        told.append({"secret": secret_mark()})
+        messages.append({"secret": secret_mark()})
     monkeypatch.delenv("BYTEPS_AUTH")
     monkeypatch.delenv("BYTEPS_SECRET")
     monkeypatch.setenv("BYTEPS_SECRET_FILE", str(tmp_path / "job.secret"))
-    assert secret_mark() == told[1]["secret"], "the same secret in a file"
-    for one, other in itertools.combinations(told, 2):
+    assert secret_mark() == messages[1]["secret"], "the same secret in a file"
+    for message, other in itertools.combinations(messages, 2):
         with pytest.raises(
             RuntimeError, match=r"ranks \[1\] of 3 have another secret.*SECRET_FILE"
         ):
-            demand_one_secret([one, other, one])
+            demand_one_secret([message, other, message])
 
 
 def test_one_host_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

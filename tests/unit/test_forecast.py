@@ -49,8 +49,8 @@ def dense(hosts: int, per_host: int, groups: float = 1) -> Kind:
     return Kind(name="dense", groups={members: groups}, elements=ELEMENTS)
 
 
-def row(found: Forecast, *flags: str) -> Row:
-    return next(one for one in found.rows if one.flags == flags and not one.compared)
+def row(predicted: Forecast, *flags: str) -> Row:
+    return next(row for row in predicted.rows if row.flags == flags and not row.compared)
 
 
 def test_plain_megatron_is_compared_with_its_own_best_flags() -> None:
@@ -59,51 +59,51 @@ def test_plain_megatron_is_compared_with_its_own_best_flags() -> None:
     With an instance per host and bf16, 3/4 of 2 bytes leave a host twice.
     """
     training = Training(kinds=(dense(4, 2),), sharded=True)
-    found = forecast(training, network_of(4))
-    assert found.rows[0].gradients == pytest.approx(3.5 * ELEMENTS)
-    assert found.rows[0].parameters == pytest.approx(1.75 * ELEMENTS)
-    assert found.plain.flags == (INSTANCES, HALF)
-    assert found.plain.gradients == pytest.approx(3 * ELEMENTS) and found.plain.gain == 1
-    assert found.plain.over_now == pytest.approx(5.25 / 3)
-    kept = row(found, USE, BF16, OPTIMIZER)
-    assert kept.gain == pytest.approx(3 / 2), "over the best plain row, not over this job"
-    assert kept.over_now == pytest.approx(5.25 / 2)
+    predicted = forecast(training, network_of(4))
+    assert predicted.rows[0].gradients == pytest.approx(3.5 * ELEMENTS)
+    assert predicted.rows[0].parameters == pytest.approx(1.75 * ELEMENTS)
+    assert predicted.plain.flags == (INSTANCES, HALF)
+    assert predicted.plain.gradients == pytest.approx(3 * ELEMENTS) and predicted.plain.gain == 1
+    assert predicted.plain.over_now == pytest.approx(5.25 / 3)
+    served = row(predicted, USE, BF16, OPTIMIZER)
+    assert served.gain == pytest.approx(3 / 2), "over the best plain row, not over this job"
+    assert served.over_now == pytest.approx(5.25 / 2)
 
 
 def test_a_gain_of_plain_flags_is_not_ours() -> None:
     """Servers on the hosts send the same bytes as NCCL with an instance per host."""
     training = Training(kinds=(dense(4, 8),), gradient_bytes=2, sharded=True)
-    found = forecast(training, network_of(4, spare=0))
-    local = row(found, USE, INSTANCES)
+    predicted = forecast(training, network_of(4, spare=0))
+    local = row(predicted, USE, INSTANCES)
     assert local.through_servers == () and local.gain == pytest.approx(1)
     assert local.over_now == pytest.approx(2 * 31 / 32 * 2 / 3)
-    assert "gain of plain flags" in table(found)
-    assert f"add {INSTANCES} (1.29 x, by plain Megatron alone" in answer(found)
-    assert USE not in answer(found).split(";")[0]
+    assert "gain of plain flags" in table(predicted)
+    assert f"add {INSTANCES} (1.29 x, by plain Megatron alone" in answer(predicted)
+    assert USE not in answer(predicted).split(";")[0]
 
 
 def test_the_distributed_optimizer_is_a_row_where_the_job_could_use_it() -> None:
-    found = forecast(Training(kinds=(dense(4, 1),), can_shard=True), network_of(4))
-    sharded = row(found, "--use-distributed-optimizer")
+    predicted = forecast(Training(kinds=(dense(4, 1),), can_shard=True), network_of(4))
+    sharded = row(predicted, "--use-distributed-optimizer")
     assert sharded.over_now == pytest.approx(6 / 4.5)
-    assert found.plain.flags == (HALF,), "as few bytes, and a shorter change"
+    assert predicted.plain.flags == (HALF,), "as few bytes, and a shorter change"
 
 
 def test_fp16_gradients_are_not_reduced_in_bf16() -> None:
-    found = forecast(Training(kinds=(dense(4, 1),), bf16=False), network_of(4))
-    assert not any(HALF in one.flags for one in found.rows)
+    predicted = forecast(Training(kinds=(dense(4, 1),), bf16=False), network_of(4))
+    assert not any(HALF in row.flags for row in predicted.rows)
 
 
 def test_a_script_without_megatron_is_told_variables() -> None:
     """A script without Megatron is advised variables: it has no server optimizer, and torch's hook
     sends bf16."""
-    found = forecast(Training(kinds=(dense(4, 1),), program=DDP), network_of(4, spare=0))
-    assert found.plain.flags == (HALF,)
-    assert not any(one.updated for one in found.rows)
-    said = answer(found)
+    predicted = forecast(Training(kinds=(dense(4, 1),), program=DDP), network_of(4, spare=0))
+    assert predicted.plain.flags == (HALF,)
+    assert not any(row.updated for row in predicted.rows)
+    said = answer(predicted)
     assert said.startswith("in 16 bits or more: add bf16_compress_hook (2.00 x, by plain DDP alone")
     assert "add BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE=int8 (1.97 x)" in said
-    assert "--" not in said + table(found) + package.break_even(found)
+    assert "--" not in said + table(predicted) + package.break_even(predicted)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_one_word_stands_for_what_the_preset_has(has: dict[str, Any], typed: str
     """The preset is advised with servers on the hosts. A job that has some of its flags gets the
     rest."""
     training = Training(kinds=(dense(4, 1),), gradient_bytes=2, sharded=True, **has)
-    found = forecast(replace(training, accepts="int8"), network_of(4, spare=0))
-    assert found.best.flags == (USE, INT8, OPTIMIZER)
-    assert answer(found).startswith(f"in int8 or more: {typed}")
+    predicted = forecast(replace(training, accepts="int8"), network_of(4, spare=0))
+    assert predicted.best.flags == (USE, INT8, OPTIMIZER)
+    assert answer(predicted).startswith(f"in int8 or more: {typed}")
     assert "--dpu-preset" not in answer(forecast(training, network_of(4)))
     four = forecast(replace(training, accepts="int4"), network_of(4, spare=0))
     assert four.best.flags == (USE, INT4, OPTIMIZER)
@@ -147,11 +147,11 @@ def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
     machines = Machines(**{"hosts": 8, "gpus": 8, **change})
     kind = replace(dense(8, 8), elements=7e9)
     training = Training(kinds=(kind,), gradient_bytes=2, can_shard=True)
-    found = forecast(training, machines)
-    assert found.best.plain and not found.few_bits
-    assert row(found, USE, INT8).limit == limit
-    assert "change nothing" in answer(found)
-    assert bool(package.limit_text(found, machines)) == ("micro_batch_s" not in change)
+    predicted = forecast(training, machines)
+    assert predicted.best.plain and not predicted.few_bits
+    assert row(predicted, USE, INT8).limit == limit
+    assert "change nothing" in answer(predicted)
+    assert bool(package.limit_text(predicted, machines)) == ("micro_batch_s" not in change)
     one_nic = Machines(hosts=8, gpus=8, link_gbps=25, micro_batch_s=1.0)
     assert len(forecast(training, one_nic).few_bits) == 2
 
@@ -160,11 +160,11 @@ def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
 def test_fp8_over_nccl_is_compared_and_never_advised(hosts: int, fp8: float) -> None:
     """FP8 gradients and bf16 parameters over NCCL, with shards, are shown but never advised."""
     training = Training(kinds=(dense(hosts, 1),), gradient_bytes=2, sharded=True)
-    found = forecast(training, network_of(hosts))
-    (compared,) = (one for one in found.rows if one.compared)
+    predicted = forecast(training, network_of(hosts))
+    (compared,) = (row for row in predicted.rows if row.compared)
     assert (compared.gradients + compared.parameters) / ELEMENTS == pytest.approx(fp8, abs=0.001)
-    assert compared not in (found.best, found.plain, *found.few_bits)
-    assert "for comparison: not in Megatron" in table(found)
+    assert compared not in (predicted.best, predicted.plain, *predicted.few_bits)
+    assert "for comparison: not in Megatron" in table(predicted)
 
 
 @pytest.mark.parametrize(
@@ -177,16 +177,16 @@ def test_servers_on_the_hosts_gain_by_few_bits(
     """Bytes per parameter over a host's NIC: docs/use/when-to-use.md has this table."""
     links = network_of(hosts, spare=0)
     sharded = Training(kinds=(dense(hosts, 1),), gradient_bytes=2, sharded=True)
-    found = forecast(sharded, links)
+    predicted = forecast(sharded, links)
     plain = 4 * (hosts - 1) / hosts
     for wire_flag, nbytes in ((INT8, int8), (INT4, both)):
-        kept = row(found, USE, wire_flag, OPTIMIZER)
-        assert kept.gradients / ELEMENTS == pytest.approx(nbytes, abs=0.001)
-        assert kept.gain == pytest.approx(plain / nbytes, rel=0.002)
+        served = row(predicted, USE, wire_flag, OPTIMIZER)
+        assert served.gradients / ELEMENTS == pytest.approx(nbytes, abs=0.001)
+        assert served.gain == pytest.approx(plain / nbytes, rel=0.002)
     whole = forecast(replace(sharded, sharded=False), links)
     for wire_flag, nbytes in ((INT8, int8), (INT4, int4)):
         assert row(whole, USE, wire_flag).gradients / ELEMENTS == pytest.approx(nbytes, abs=0.001)
-    assert [one.wire for one in whole.few_bits] == ["int8", "int4"]
+    assert [row.wire for row in whole.few_bits] == ["int8", "int4"]
     said = answer(whole)
     assert said.startswith("in 16 bits or more: change nothing: no servers are faster")
     assert f"add --dpu-preset own-hosts ({whole.few_bits[0].gain:.2f} x)" in said
@@ -207,16 +207,16 @@ def test_servers_on_the_hosts_gain_by_few_bits(
 def test_one_rank_a_host_with_fp32_gradients() -> None:
     """4 bytes per element. A ring sends 2 * 3/4 of them per host, a push all of them, and a push in
     bf16 half of them."""
-    found = forecast(Training(kinds=(dense(4, 1),)), network_of(4))
-    ring, flag = found.rows[0], row(found, USE)
+    predicted = forecast(Training(kinds=(dense(4, 1),)), network_of(4))
+    ring, flag = predicted.rows[0], row(predicted, USE)
     assert ring.gradients == pytest.approx(6 * ELEMENTS) and ring.parameters == 0
     assert flag.gradients == pytest.approx(4 * ELEMENTS) == pytest.approx(flag.server)
     assert flag.over_now == pytest.approx(1.5) and flag.seconds == pytest.approx(4e9 / RATE)
-    half = row(found, USE, BF16)
+    half = row(predicted, USE, BF16)
     assert half.over_now == pytest.approx(3) and half.gain == pytest.approx(1.5)
-    kept = row(found, USE, OPTIMIZER)
-    assert kept.over_now == pytest.approx(1.5), "parameters come down in the place of the sum"
-    assert found.best == half, "of two that are as fast, the shorter change"
+    served = row(predicted, USE, OPTIMIZER)
+    assert served.over_now == pytest.approx(1.5), "parameters come down in the place of the sum"
+    assert predicted.best == half, "of two that are as fast, the shorter change"
 
 
 def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
@@ -226,21 +226,23 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
     and send 2 at once.
     """
     training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
-    found = forecast(training, network_of(4))
-    today = found.rows[0]
+    predicted = forecast(training, network_of(4))
+    today = predicted.rows[0]
     assert today.gradients == pytest.approx(1.75 * ELEMENTS) == today.parameters
-    flag = row(found, USE)
+    flag = row(predicted, USE)
     assert flag.over_now == 1.0 and flag.through_servers == ()
-    local = row(found, USE, INSTANCES)
+    local = row(predicted, USE, INSTANCES)
     assert local.gradients == pytest.approx(2 * ELEMENTS) and local.parameters == 0
-    kept = row(found, USE, OPTIMIZER)
-    assert kept.gradients == pytest.approx(2 * ELEMENTS) and kept.over_now == pytest.approx(1.75)
-    assert not any("wire-dtype bf16" in found.name(one) for one in found.rows), (
+    served = row(predicted, USE, OPTIMIZER)
+    assert served.gradients == pytest.approx(2 * ELEMENTS) and served.over_now == pytest.approx(
+        1.75
+    )
+    assert not any("wire-dtype bf16" in predicted.name(row) for row in predicted.rows), (
         "they are bf16 already"
     )
-    few = row(found, USE, INT8, INSTANCES)
+    few = row(predicted, USE, INT8, INSTANCES)
     assert few.gain == pytest.approx(3 / 1.016, rel=1e-3)
-    assert found.best.gain == pytest.approx(1.5)
+    assert predicted.best.gain == pytest.approx(1.5)
     refused = forecast(training, network_of(4), "it cannot")
     assert row(refused, USE, OPTIMIZER).refused == "it cannot"
     assert refused.best == row(refused, *local.flags)
@@ -248,9 +250,9 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
 
 def test_groups_that_share_a_host_share_its_nic() -> None:
     """Tensor parallelism of 8 on hosts of 8 GPUs: 8 groups with a rank per host."""
-    found = forecast(Training(kinds=(dense(4, 1, groups=8),)), network_of(4))
-    assert found.rows[0].gradients == pytest.approx(48 * ELEMENTS)
-    flag = row(found, USE)
+    predicted = forecast(Training(kinds=(dense(4, 1, groups=8),)), network_of(4))
+    assert predicted.rows[0].gradients == pytest.approx(48 * ELEMENTS)
+    flag = row(predicted, USE)
     assert flag.gradients == pytest.approx(32 * ELEMENTS) == flag.server
     assert flag.over_now == pytest.approx(1.5)
 
@@ -266,31 +268,31 @@ def test_experts_inside_a_host_stay_there() -> None:
     expert = Kind(
         name="expert", groups={(0,) * 2: 4, (1,) * 2: 4, (2,) * 2: 4}, elements=9 * ELEMENTS
     )
-    found = forecast(Training(kinds=(dense(3, 1), expert)), network_of(3))
-    assert found.rows[0].gradients == pytest.approx(4 * ELEMENTS * 4 / 3)
-    assert row(found, USE).through_servers == ("dense",)
-    assert [kind.name for kind in found.training.crossing] == ["dense"]
+    predicted = forecast(Training(kinds=(dense(3, 1), expert)), network_of(3))
+    assert predicted.rows[0].gradients == pytest.approx(4 * ELEMENTS * 4 / 3)
+    assert row(predicted, USE).through_servers == ("dense",)
+    assert [kind.name for kind in predicted.training.crossing] == ["dense"]
 
 
 def test_a_nic_for_each_of_eight_gpus_leaves_nothing_to_gain() -> None:
     """NCCL uses all NICs, BytePS only one."""
     training = Training(kinds=(dense(4, 8),), gradient_bytes=2)
-    found = forecast(training, network_of(4, nics=8))
-    assert row(found, USE).through_servers == ()
-    assert found.best.flags == () and answer(found).endswith("faster than plain Megatron")
+    predicted = forecast(training, network_of(4, nics=8))
+    assert row(predicted, USE).through_servers == ()
+    assert predicted.best.flags == () and answer(predicted).endswith("faster than plain Megatron")
     has = forecast(replace(training, used=True, updated=True), network_of(4, nics=8))
     assert has.changes(has.best) == ((), (OPTIMIZER,))
     assert f"drop {OPTIMIZER}: plain Megatron is as fast" in answer(has)
 
 
 def test_inside_one_host_there_is_nothing_to_say() -> None:
-    found = forecast(Training(kinds=(dense(1, 8),)), network_of(1))
-    assert found.best.flags == () and found.few_bits == ()
-    assert answer(found) == table(found) == "no gradient crosses hosts: nothing to gain"
+    predicted = forecast(Training(kinds=(dense(1, 8),)), network_of(1))
+    assert predicted.best.flags == () and predicted.few_bits == ()
+    assert answer(predicted) == table(predicted) == "no gradient crosses hosts: nothing to gain"
 
 
 @pytest.mark.parametrize(
-    ("kind", "instances", "asked"),
+    ("kind", "instances", "own_instances"),
     [
         (dense(4, 2), 1, 4),
         (dense(4, 2), 4, None),
@@ -300,12 +302,14 @@ def test_inside_one_host_there_is_nothing_to_say() -> None:
         (Kind(name="dense", groups={(0, 1, 2, 3) * 2: 1}, elements=ELEMENTS), 1, None),
     ],
 )
-def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None) -> None:
+def test_an_instance_for_each_host(kind: Kind, instances: int, own_instances: int | None) -> None:
     training = Training(kinds=(kind,), gradient_bytes=2, sharded=True, instances=instances)
     asked_of = forecast(training, network_of(4))
-    names = [asked_of.name(one) for one in asked_of.rows if not one.plain]
-    found = [name for name in names if "instances" in name and "wire" not in name]
-    assert found == ([f"{USE} --num-distributed-optimizer-instances {asked}"] if asked else [])
+    names = [asked_of.name(row) for row in asked_of.rows if not row.plain]
+    names_shown = [name for name in names if "instances" in name and "wire" not in name]
+    assert names_shown == (
+        [f"{USE} --num-distributed-optimizer-instances {own_instances}"] if own_instances else []
+    )
 
 
 def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
@@ -316,11 +320,11 @@ def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
     """
     kind = replace(dense(4, 2), left=0.9 * ELEMENTS)
     training = Training(kinds=(kind,), gradient_bytes=2, sharded=True)
-    kept = row(forecast(training, network_of(4)), USE, OPTIMIZER)
-    assert kept.gradients == pytest.approx(2 * ELEMENTS)
-    assert kept.parameters == pytest.approx(0.9 * 1.75 * ELEMENTS)
-    kept = row(forecast(replace(training, sharded=False), network_of(4)), USE, OPTIMIZER)
-    assert kept.gradients == pytest.approx(2 * ELEMENTS) and kept.parameters == 0
+    served = row(forecast(training, network_of(4)), USE, OPTIMIZER)
+    assert served.gradients == pytest.approx(2 * ELEMENTS)
+    assert served.parameters == pytest.approx(0.9 * 1.75 * ELEMENTS)
+    served = row(forecast(replace(training, sharded=False), network_of(4)), USE, OPTIMIZER)
+    assert served.gradients == pytest.approx(2 * ELEMENTS) and served.parameters == 0
 
 
 @pytest.mark.parametrize(
@@ -349,12 +353,12 @@ def test_few_bits_that_the_user_agrees_with_are_advised(name: str, nbytes: float
     flag = f"--dpu-reduce-wire-dtype {name}"
     job = Training(kinds=(dense(4, 1),), used=True)
     training = replace(job, wire=name) if how == "wire" else replace(job, accepts=name)
-    found = forecast(training, network_of(4))
-    assert found.best.flags == (USE, flag) and found.best.gain == pytest.approx(
+    predicted = forecast(training, network_of(4))
+    assert predicted.best.flags == (USE, flag) and predicted.best.gain == pytest.approx(
         3 / nbytes, rel=0.001
     )
-    assert found.changes(found.best) == (((), ()) if how == "wire" else ((flag,), ()))
-    assert answer(found).startswith(f"in {name} or more: ")
+    assert predicted.changes(predicted.best) == (((), ()) if how == "wire" else ((flag,), ()))
+    assert answer(predicted).startswith(f"in {name} or more: ")
     others = forecast(Training(kinds=(dense(4, 1),), used=True), network_of(4))
     assert flag not in others.best.flags
     assert flag in answer(others).split("with fewer bits")[1]
@@ -363,8 +367,8 @@ def test_few_bits_that_the_user_agrees_with_are_advised(name: str, nbytes: float
 def test_few_servers_on_spare_machines_are_not_worth_it() -> None:
     training = Training(kinds=(dense(8, 1),), gradient_bytes=2)
     machines = Machines(hosts=8, gpus=1, link_gbps=10, spare=1)
-    found = forecast(training, machines)
-    assert row(found, USE).gain == pytest.approx(1.09, abs=0.01) and found.best.plain
+    predicted = forecast(training, machines)
+    assert row(predicted, USE).gain == pytest.approx(1.09, abs=0.01) and predicted.best.plain
 
 
 def test_megatrons_flags_that_hide_time_are_named() -> None:
@@ -395,12 +399,12 @@ def test_where_servers_are(extra: int, local: int, said: str) -> None:
 def test_every_row_of_few_bits_has_a_measured_loss() -> None:
     """The rows have the loss or say that there is none. The page of few bits has the
     measurements."""
-    found = forecast(Training(kinds=(dense(4, 1),), gradient_bytes=2), network_of(4))
-    for one in found.rows:
-        assert bool(one.loss) == (one.compared or one.wire in FEW_BITS)
-        if one.loss:
-            assert f"loss {one.loss}" in package.table(found)
-    assert row(found, USE, INT4, OPTIMIZER).loss == learning.MEASURED["int4", True]
+    predicted = forecast(Training(kinds=(dense(4, 1),), gradient_bytes=2), network_of(4))
+    for entry in predicted.rows:
+        assert bool(entry.loss) == (entry.compared or entry.wire in FEW_BITS)
+        if entry.loss:
+            assert f"loss {entry.loss}" in package.table(predicted)
+    assert row(predicted, USE, INT4, OPTIMIZER).loss == learning.MEASURED["int4", True]
     page = (Path(__file__).parents[2] / "docs/design/few-bits.md").read_text(encoding="utf-8")
     for text in learning.MEASURED.values():
         numbers = re.findall(r"[-+±]\d+\.\d+", text)

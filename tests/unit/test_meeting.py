@@ -25,7 +25,7 @@ def met(
     with ThreadPoolExecutor(size) as pool:
         deadline = time.monotonic() + limit_s
         come = [pool.submit(meet, store, "name", member, size, deadline) for member in members]
-        return [one.result() for one in come]
+        return [future.result() for future in come]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -44,9 +44,9 @@ def test_a_first_member_that_comes_long_after_the_others() -> None:
         deadline = time.monotonic() + LIMIT_S
         waiting = [pool.submit(meet, store, "name", member, 3, deadline) for member in (1, 2)]
         await_keys(lambda: len({store.get(f"byteps/name/nonce/{m}") for m in (1, 2)}) == 2)
-        assert not any(one.done() for one in waiting)
+        assert not any(future.done() for future in waiting)
         new = meet(store, "name", 0, 3, deadline)
-        assert {one.result() for one in waiting} == {new} != {old}
+        assert {future.result() for future in waiting} == {new} != {old}
 
 
 def await_keys(there: Callable[[], bool]) -> None:
@@ -61,16 +61,16 @@ def test_a_member_of_the_last_life_does_not_count() -> None:
     those that did not."""
     store = dist.HashStore()
     met(store, (0, 1, 2), 3)
-    found: list[str] = []
+    prefixes: list[str] = []
     other = threading.Thread(
-        target=lambda: found.append(meet(store, "name", 1, 3, time.monotonic() + LIMIT_S))
+        target=lambda: prefixes.append(meet(store, "name", 1, 3, time.monotonic() + LIMIT_S))
     )
     other.start()
     with pytest.raises(AbsentError) as raised:
         meet(store, "name", 0, 3, time.monotonic() + 1.0)
     other.join(LIMIT_S)
     assert raised.value.members == [2]
-    assert found == [raised.value.prefix]
+    assert prefixes == [raised.value.prefix]
 
 
 def test_no_first_member() -> None:
@@ -102,12 +102,12 @@ class _LateStore:
 
 def test_hosts_are_read_once_all_ranks_have_told_theirs() -> None:
     store, deadline = _LateStore(), time.monotonic() + LIMIT_S
-    told = [RankFacts(host, 0.0, -1, 0, True, [], []) for host in ("a", "b", "c")]
+    facts = [RankFacts(host, 0.0, -1, 0, True, [], []) for host in ("a", "b", "c")]
 
     def exchange(rank: int) -> tuple[Sequence[RankFacts], str]:
-        return _exchange(store, rank, 3, told[rank], deadline)
+        return _exchange(store, rank, 3, facts[rank], deadline)
 
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(exchange, range(3)))
-    assert [names for names, _ in found] == [told] * 3
-    assert len({nonce for _, nonce in found}) == 1
+        answers = list(pool.map(exchange, range(3)))
+    assert [names for names, _ in answers] == [facts] * 3
+    assert len({nonce for _, nonce in answers}) == 1

@@ -64,7 +64,7 @@ def test_whole_pieces_hold_every_element_once(elements: int, per_host: int, piec
     assert all(piece.gather and piece.wanted is None and piece.length > 0 for piece in cut)
     # Only the last piece may need padding.
     lengths = [{end - begin for begin, end in piece.scatters[0]} for piece in cut]
-    assert all(len(one) == 1 for one in lengths[:-1])
+    assert all(len(parts) == 1 for parts in lengths[:-1])
     if elements % per_host == 0 and pieces == 1:
         assert len(lengths[0]) == 1
 
@@ -98,8 +98,8 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
             assert not piece.gather
             begin, end = piece.wanted or (0, 0)
             got += _reduced(piece, local)[begin:end]
-        mine = owned[host][local]
-        assert got == list(range(mine * size, (mine + 1) * size))
+        own_shard = owned[host][local]
+        assert got == list(range(own_shard * size, (own_shard + 1) * size))
     # Ranks must agree on every reduce-scatter, so their plans differ only in `wanted`.
     plans = {
         tuple(piece.scatters for piece in shard_pieces(shards * size, owned, h, i, pieces) or ())
@@ -116,8 +116,8 @@ def test_ranks_that_alternate_between_hosts() -> None:
         assert pieces is not None
         (piece,) = pieces
         begin, end = piece.wanted or (0, 0)
-        mine = owned[host][local]
-        assert _reduced(piece, local)[begin:end] == [2 * mine, 2 * mine + 1]
+        own_shard = owned[host][local]
+        assert _reduced(piece, local)[begin:end] == [2 * own_shard, 2 * own_shard + 1]
 
 
 @pytest.mark.parametrize("owned", [[[0, 1, 0, 1]], [[0, 0], [0, 0]], [[0, 1], [1, 2]]])
@@ -189,7 +189,7 @@ def _each(segments: list[tuple[int, int, bool]]) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("per_host", [1, 2, 3, 8])
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 def test_each_element_keeps_its_group_and_counts_once(per_host: int, pieces: int) -> None:
-    whole, found = _each(SEGMENTS), {}
+    whole, group_of = _each(SEGMENTS), {}
     for piece, local in itertools.product(whole_pieces(97, per_host, pieces), range(per_host)):
         begin, end = piece.scatters[0][local]
         own = cut_segments(SEGMENTS, (begin, end), piece.length)
@@ -198,9 +198,9 @@ def test_each_element_keeps_its_group_and_counts_once(per_host: int, pieces: int
         ends = [0, *(last for last, *_ in own)]
         assert all(a < b for a, b in itertools.pairwise(ends)), "no segment is empty"
         for element, what in zip(range(begin, end), _each(own), strict=False):
-            assert element not in found
-            found[element] = what
-    assert [found[element] for element in range(97)] == whole
+            assert element not in group_of
+            group_of[element] = what
+    assert [group_of[element] for element in range(97)] == whole
 
 
 def test_a_rank_that_has_nothing_of_a_piece_sends_zeros() -> None:
@@ -259,8 +259,8 @@ def test_ranks_load_their_shards_and_gather_any_range(
             tensor.read(0, 0, elements)
         return tensor.own
 
-    mine = itertools.chain(*on_a_host(size, gathered))
-    assert sorted(e for one in mine for e in range(*one)) == list(range(elements))
+    loaded = itertools.chain(*on_a_host(size, gathered))
+    assert sorted(e for span in loaded for e in range(*span)) == list(range(elements))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -400,13 +400,13 @@ def _place(host: str, local: tuple[int, int] | None, *, named: bool = False) -> 
 def _find(rank: int, others: Sequence[LocalPlace]) -> tuple[int, int]:
     """Find the place of a rank; `others` has the messages of all other ranks."""
 
-    def exchange(mine: LocalPlace) -> list[LocalPlace]:
-        return [*others[:rank], mine, *others[rank:]]
+    def exchange(own: LocalPlace) -> list[LocalPlace]:
+        return [*others[:rank], own, *others[rank:]]
 
     environment = dict(os.environ)
-    found = world.find_place(rank, exchange)
+    indices = world.find_place(rank, exchange)
     assert dict(os.environ) == environment, "an argument travels as a variable"
-    return found
+    return indices
 
 
 def _tell(monkeypatch: pytest.MonkeyPatch, local: tuple[int, int]) -> None:
@@ -415,13 +415,17 @@ def _tell(monkeypatch: pytest.MonkeyPatch, local: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("no_place")
-@pytest.mark.parametrize("told", [(0, 1), None])
+@pytest.mark.parametrize("local_and_size", [(0, 1), None])
 def test_ranks_that_are_all_said_to_be_alone(
-    told: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    local_and_size: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if told:
-        _tell(monkeypatch, told)
-    places_ = [_place("mine", told), _place("other", told), _place("other", told)]
+    if local_and_size:
+        _tell(monkeypatch, local_and_size)
+    places_ = [
+        _place("mine", local_and_size),
+        _place("other", local_and_size),
+        _place("other", local_and_size),
+    ]
     assert _find(2, places_) == (1, 2)
 
 
@@ -459,8 +463,8 @@ def test_a_later_job_of_the_process_finds_another(monkeypatch: pytest.MonkeyPatc
 
 
 def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: int = 0) -> Servers:
-    told = world.RankFacts("host", 0.0, local, each, False, [])
-    return world._servers(hosts, told, addresses)
+    facts = world.RankFacts("host", 0.0, local, each, False, [])
+    return world._servers(hosts, facts, addresses)
 
 
 @pytest.mark.parametrize(
@@ -481,8 +485,8 @@ def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: i
 def test_addresses_tell_how_many_servers_a_machine_has(
     addresses: list[str], local: int, machines: int, each: int
 ) -> None:
-    found = _of_servers(addresses, hosts=2, local=local)
-    assert (found.extra, found.per_machine, found.local) == (machines, each, local)
+    servers = _of_servers(addresses, hosts=2, local=local)
+    assert (servers.extra, servers.per_machine, servers.local) == (machines, each, local)
 
 
 def test_ranks_with_different_settings_are_told_which() -> None:
@@ -494,7 +498,7 @@ def test_ranks_with_different_settings_are_told_which() -> None:
 
 
 def test_a_number_of_servers_a_machine_that_is_told_is_believed() -> None:
-    found = _of_servers(["127.0.0.1"] * 4, hosts=2, each=2)
-    assert (found.extra, found.per_machine) == (2, 2)
+    servers = _of_servers(["127.0.0.1"] * 4, hosts=2, each=2)
+    assert (servers.extra, servers.per_machine) == (2, 2)
     with pytest.raises(bps.BytePSError, match="BYTEPS_SERVERS_PER_MACHINE=3"):
         _of_servers(["127.0.0.1"] * 4, hosts=2, each=3)

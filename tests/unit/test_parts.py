@@ -56,8 +56,8 @@ def test_every_suite_is_run(unit_test: Path) -> None:
     listed = subprocess.run(
         [unit_test, "--gtest_list_tests"], capture_output=True, text=True, check=True
     )
-    found = {line.removesuffix(".") for line in listed.stdout.splitlines() if line.endswith(".")}
-    assert found == set(SUITES)
+    suites = {line.removesuffix(".") for line in listed.stdout.splitlines() if line.endswith(".")}
+    assert suites == set(SUITES)
 
 
 def test_a_server_without_recovery_sums_and_fails_what_lacks_a_lost_worker(unit_test: Path) -> None:
@@ -150,8 +150,8 @@ def test_every_suite_of_connections_is_run(connection_test: Path) -> None:
         [connection_test, "--gtest_list_tests"], capture_output=True, text=True, check=True
     )
     lines = [line.split()[0] for line in listed.stdout.splitlines() if not line.startswith(" ")]
-    found = {line.removesuffix(".").rpartition("/")[2] for line in lines if line.endswith(".")}
-    assert found == set(CONNECTION_SUITES)
+    suites = {line.removesuffix(".").rpartition("/")[2] for line in lines if line.endswith(".")}
+    assert suites == set(CONNECTION_SUITES)
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, marks=MARKS.get(part, ())) for part in PARTS])

@@ -130,9 +130,9 @@ def _write(path: Path, text: str) -> Path:
 
 def test_a_script_says_what_it_would_start_and_starts_nothing(tmp_path: Path) -> None:
     path = _write(tmp_path / "train.sh", RECIPE)
-    (one,) = megatron.started(path, tmp_path)
-    assert (one.script, one.hosts, one.gpus) == ("pretrain_gpt.py", 3, 4)
-    assert one.arguments == ("--num-layers", "12", "--spec", "a", "b", "--data", "8")
+    (started,) = megatron.started(path, tmp_path)
+    assert (started.script, started.hosts, started.gpus) == ("pretrain_gpt.py", 3, 4)
+    assert started.arguments == ("--num-layers", "12", "--spec", "a", "b", "--data", "8")
     assert [file.name for file in tmp_path.iterdir()] == ["train.sh"]
 
 
@@ -152,7 +152,7 @@ def test_functional_tests_and_examples_of_a_checkout(tmp_path: Path) -> None:
     _write(tmp_path / "examples/gpt/train.sh", RECIPE)
     _write(tmp_path / "examples/gpt/run_inference.sh", RECIPE)
     _write(tmp_path / "examples/gpt/part.sh", "OTHER_ARGS=(--seed 1)")
-    assert [one.name for one in megatron.examples(tmp_path)] == ["gpt/train.sh"]
+    assert [example.name for example in megatron.examples(tmp_path)] == ["gpt/train.sh"]
 
 
 @pytest.fixture
@@ -197,12 +197,12 @@ def test_three_counts_that_are_not_mixed(docs: Path) -> None:
 
 def _of_torch(file: Path, rank: int, base_ns: int) -> Path:
     """Write a trace like torch.profiler: an operation of 250 us, half a second after the start."""
-    place = {"pid": 77, "tid": 77}
-    arrow = {"ph": "s", "id": 3, "cat": "fwdbwd", "name": "fwdbwd", **place}
+    process = {"pid": 77, "tid": 77}
+    arrow = {"ph": "s", "id": 3, "cat": "fwdbwd", "name": "fwdbwd", **process}
     end = {"ph": "i", "name": "Record Window End", "pid": "Traces", "tid": 1, "ts": 600_000}
     events = [
         {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
-        {"ph": "X", "cat": "cpu_op", "name": "mm", **place, "ts": 500_000.125, "dur": 250.0},
+        {"ph": "X", "cat": "cpu_op", "name": "mm", **process, "ts": 500_000.125, "dur": 250.0},
         {**arrow, "ts": 500_001},
         end,
     ]

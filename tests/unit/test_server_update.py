@@ -71,9 +71,9 @@ def compile_library(folder: Path, name: str, exports: str, source: Path, *flags:
     compiler = os.environ.get("CXX", "c++")
     compile_it = [*(["ccache"] if shutil.which("ccache") else []), compiler, *flags, "-fPIC"]
     objects = []
-    for one in ("exports.cc", str(source)):
-        objects.append(f"{name}-{Path(one).stem}.o")
-        command = [*compile_it, "-I", str(OVERLAY), "-c", one, "-o", objects[-1]]
+    for file in ("exports.cc", str(source)):
+        objects.append(f"{name}-{Path(file).stem}.o")
+        command = [*compile_it, "-I", str(OVERLAY), "-c", file, "-o", objects[-1]]
         subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S)
     link = [compiler, "-shared", *objects, "-o", f"{name}.so"]
     subprocess.run(link, cwd=folder, check=True, timeout=LIMIT_S)
@@ -131,9 +131,9 @@ class Adam:
             *map(pointer, (sent, self.master, *self.state)),
             ctypes.c_size_t(COUNT),
         )
-        kept = [self.master.clone(), *(one.clone() for one in self.state)]
+        before = [self.master.clone(), *(part.clone() for part in self.state)]
         self.library.PreviewOfAdamW(*arguments, pointer(tried))
-        assert all(map(torch.equal, kept, [self.master, *self.state]))
+        assert all(map(torch.equal, before, [self.master, *self.state]))
         self.library.AdamW(*arguments)
         assert torch.equal(tried, sent), "a step that is tried gives other parameters"
         return sent
@@ -151,19 +151,19 @@ class Reference:
         self.parameter.grad = values.to(self.parameter.dtype)
         self.optimizer.step()
 
-    def found(self, *names: str) -> list[torch.Tensor]:
+    def values_of(self, *names: str) -> list[torch.Tensor]:
         state = self.optimizer.state[self.parameter]
         return [self.parameter.detach(), *(state[name] for name in names)]
 
 
-def ulps(found: torch.Tensor, expected: torch.Tensor) -> float:
+def ulps(computed: torch.Tensor, expected: torch.Tensor) -> float:
     """Get the largest difference in units of the last place of the larger value."""
-    size = torch.maximum(found.abs(), expected.abs())
-    return float(((found - expected).abs() / (torch.nextafter(size, size + 1) - size)).max())
+    size = torch.maximum(computed.abs(), expected.abs())
+    return float(((computed - expected).abs() / (torch.nextafter(size, size + 1) - size)).max())
 
 
-def mean_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(((found.double() - exact).abs() / exact.abs().clamp_min(1e-30)).mean())
+def mean_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((computed.double() - exact).abs() / exact.abs().clamp_min(1e-30)).mean())
 
 
 def rounds_roots() -> bool:
@@ -172,25 +172,25 @@ def rounds_roots() -> bool:
     return torch.equal(values.sqrt(), values.double().sqrt().float())
 
 
-def demand_as_torch(found: list[torch.Tensor], theirs: Reference, exact: Reference) -> None:
+def demand_as_torch(computed: list[torch.Tensor], theirs: Reference, exact: Reference) -> None:
     """Check that moments are equal to the bit, that parameters differ by at most one ulp, and that
     errors against fp64 are no larger than torch's."""
     names = [name for name in theirs.optimizer.state[theirs.parameter] if name != "step"]
-    others, rights = theirs.found(*names), exact.found(*names)
+    others, rights = theirs.values_of(*names), exact.values_of(*names)
     exact_roots = rounds_roots()
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # otherwise torch does not fuse
         if exact_roots:
-            assert ulps(found[0], others[0]) <= 1
+            assert ulps(computed[0], others[0]) <= 1
         # With inexact square roots, a step may be off by its own ulp, which is at most some
         # learning rates. A parameter's ulp was twice as large before it fell below a power of two.
-        size = torch.maximum(found[0].abs(), others[0].abs())
+        size = torch.maximum(computed[0].abs(), others[0].abs())
         limit = 2 * (torch.nextafter(size, size + 1) - size) + 2.0**-23 * 4 * STEPS * rate(1)
-        assert bool(((found[0] - others[0]).abs() <= limit).all())
-        assert all(torch.equal(a, b) for a, b in zip(found[1:], others[1:], strict=True))
-    for mine, other, right in zip(found, others, rights, strict=True):
+        assert bool(((computed[0] - others[0]).abs() <= limit).all())
+        assert all(torch.equal(a, b) for a, b in zip(computed[1:], others[1:], strict=True))
+    for own, other, right in zip(computed, others, rights, strict=True):
         # Other roots have other errors of the same size.
-        assert mean_error(mine, right) <= (1.01 if exact_roots else 1.05) * mean_error(other, right)
-        assert mean_error(mine, right) < 1e-5
+        assert mean_error(own, right) <= (1.01 if exact_roots else 1.05) * mean_error(other, right)
+        assert mean_error(own, right) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
@@ -246,9 +246,9 @@ def test_sgd(
         Reference(torch.optim.SGD, start, kind, weight_decay=decay, **options)
         for kind in (torch.float32, torch.float64)
     )
-    found = []
+    computed = []
     for library in libraries.values():
-        master, kept = start.clone(), torch.zeros(COUNT)
+        master, unused = start.clone(), torch.zeros(COUNT)
         for number in range(1, STEPS + 1):
             sent = gradient(number, dtype)
             tried = torch.empty_like(sent)
@@ -256,22 +256,22 @@ def test_sgd(
                 NUMBERS[dtype],
                 *numbers(rate(number), decay, momentum, dampening),
                 *(int(nesterov), int(number == 1), ctypes.c_float(1.0)),
-                *map(pointer, (sent, master, kept)),
+                *map(pointer, (sent, master, unused)),
                 ctypes.c_size_t(COUNT),
             )
             library.PreviewOfSgd(*arguments, pointer(tried))
             library.Sgd(*arguments)
             assert torch.equal(sent, master.to(dtype))
             assert torch.equal(tried, sent)
-        found.append([master, kept] if momentum else [master])
+        computed.append([master, unused] if momentum else [master])
     for number in range(1, STEPS + 1):
         for reference in (theirs, exact):
             reference.step(number, gradient(number, dtype))
     if not momentum:  # torch has the name, but no value
         for reference in (theirs, exact):
             reference.optimizer.state[reference.parameter].clear()
-    demand_as_torch(found[0], theirs, exact)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    demand_as_torch(computed[0], theirs, exact)
+    assert all(torch.equal(a, b) for a, b in zip(*computed, strict=True))
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
@@ -279,12 +279,12 @@ def test_sgd(
 def test_squares(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: int) -> None:
     values = gradient(1, dtype)[:count].clone()
     exact = float(values.double().square().sum())
-    found = {
+    computed = {
         library.Squares(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
         for library in libraries.values()
     }
-    assert len(found) == 1
-    assert abs(found.pop() - exact) <= 1e-14 * exact
+    assert len(computed) == 1
+    assert abs(computed.pop() - exact) <= 1e-14 * exact
     values[count // 2] = float("nan")
     squares = libraries["shipped"].Squares(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
     assert squares != squares
@@ -298,8 +298,8 @@ def test_zeros(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: int
     values[::7] = -0.0
     values[1::7] = float("nan")
     for library in libraries.values():
-        found = library.Zeros(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
-        assert found == count - int(torch.count_nonzero(values))
+        zeros = library.Zeros(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
+        assert zeros == count - int(torch.count_nonzero(values))
 
 
 # server/reducer.cc: sums and averages of every 16-bit value, against PyTorch, to the last bit.
@@ -366,12 +366,12 @@ def every(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(computed: torch.Tensor, expected: torch.Tensor) -> None:
     """Check for equal bits, except in NaNs."""
-    bits = torch.int32 if found.dtype == torch.float32 else torch.int16
-    same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
+    bits = torch.int32 if computed.dtype == torch.float32 else torch.int16
+    same = (computed.view(bits) == expected.view(bits)) | (computed.isnan() & expected.isnan())
     where = (~same).nonzero().flatten()[:3]
-    assert same.all(), f"{where}: {found[where]}, not {expected[where]}"
+    assert same.all(), f"{where}: {computed[where]}, not {expected[where]}"
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -422,6 +422,6 @@ def test_any_length_at_any_address(
         *(NUMBERS[dtype], ctypes.c_void_p(memory.data_ptr() + shift), pointer(b), 3),
         ctypes.c_size_t(n),
     )
-    found = memory[shift : shift + size].clone().view(dtype)
-    assert_same(found, ((a.float() + b.float()) / 3).to(dtype))
+    computed = memory[shift : shift + size].clone().view(dtype)
+    assert_same(computed, ((a.float() + b.float()) / 3).to(dtype))
     assert (memory[:shift] == 0x5A).all() and (memory[shift + size :] == 0x5A).all()

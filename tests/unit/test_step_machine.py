@@ -285,12 +285,12 @@ class Quarters:
 def test_plain_parameters_become_views_and_encoded_ones_stay() -> None:
     plain = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     encoded = torch.nn.Parameter(torch.tensor([9.0, 9.0, 9.0]))
-    place = encoded.data_ptr()
+    address = encoded.data_ptr()
     codecs: dict[torch.Tensor, Codec] = {encoded: Quarters(torch.tensor([0.25, -0.5, 1.0]))}
     places = [PlacedParameter(0, plain), PlacedParameter(6, encoded)]
     flat = laid_flat(places, 10, torch.device("cpu"), codecs)
     assert flat.tolist() == [1, 2, 3, 4, 0, 0, 0.25, -0.5, 1.0, 0]
-    assert plain.data_ptr() == flat.data_ptr() and encoded.data_ptr() == place
+    assert plain.data_ptr() == flat.data_ptr() and encoded.data_ptr() == address
 
     flat.copy_(torch.arange(10.0) + 0.3)
     write_encoded(places, flat, codecs)
@@ -501,27 +501,27 @@ def compare(device: str) -> None:
                 for bad in (None, float("nan"), float("inf")):
                     label = f"{name} {dtype} {count} {bad}"
                     given = inputs(count, dtype, bad)
-                    one = form.empty(count, given.device)
-                    other = torch.zeros_like(one, device=device)
+                    encoded = form.empty(count, given.device)
+                    other = torch.zeros_like(encoded, device=device)
                     lost = (torch.randn(count) * 0.01).bfloat16()
                     moved = lost.clone().to(device)
-                    for kept, theirs in ((None, None), (lost, moved)):
+                    for lost_or_none, theirs in ((None, None), (lost, moved)):
                         for seed in (None, count * 0x123456789ABCDEF % 2**64):
-                            wire.encode(given, form, one, kept, seed)
+                            wire.encode(given, form, encoded, lost_or_none, seed)
                             block_kernels.encode(given.to(device), form, other, theirs, seed)
-                            assert torch.equal(one, other.cpu()), f"{label} {seed}"
+                            assert torch.equal(encoded, other.cpu()), f"{label} {seed}"
                     assert torch.equal(lost, moved.cpu()), label
                     for skip in (0, min(5, count - 1), min(100, count - 1)):
                         want = torch.empty(count - skip, dtype=dtype)
                         got = torch.empty_like(want, device=device)
-                        wire.decode(one, form, want, skip=skip)
+                        wire.decode(encoded, form, want, skip=skip)
                         block_kernels.decode(other, form, got, skip)
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
                     if name == "int8":
                         held = torch.cat([inputs(count, dtype, None)[1:], torch.tensor([-0.0])])
                         held = held.to(dtype)
                         want, got = torch.empty_like(held), held.clone().to(device)
-                        wire.add_differences(one, held, want)
+                        wire.add_differences(encoded, held, want)
                         block_kernels.add_differences(other, got, got)
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
                         same = want == 0
@@ -533,19 +533,21 @@ def test_the_mean_of_what_is_rounded_by_chance_is_the_value(name: str) -> None:
     form, count, times = FORMS[name], 300, 4000
     torch.manual_seed(1)
     values, total = torch.randn(count), torch.zeros(count, dtype=torch.float64)
-    out, one = form.empty(count, values.device), torch.empty(count)
+    out, decoded = form.empty(count, values.device), torch.empty(count)
     for number in range(times):
         wire.encode(values, form, out, seed=c_lib.chance_seed("values", number, 0))
-        wire.decode(out, form, one)
-        total += one
+        wire.decode(out, form, decoded)
+        total += decoded
     largest = torch.stack([part.abs().max() for part in values.split(wire.BLOCK)])
     scale = (largest / (127 if name == "int8" else 7)).repeat_interleave(wire.BLOCK)[:count]
     # Error of a value: at most half a step, within five sigmas of the mean.
     error = ((total / times - values) / scale).abs()
     assert error.max() < 5 * 0.5 / times**0.5
     wire.encode(values, form, out)
-    wire.decode(out, form, one)
-    assert ((one - values) / scale).abs().max() > 0.4, "to the nearest, some are nearly half off"
+    wire.decode(out, form, decoded)
+    assert ((decoded - values) / scale).abs().max() > 0.4, (
+        "to the nearest, some are nearly half off"
+    )
 
 
 @pytest.mark.slow

@@ -27,13 +27,13 @@ def test_a_purpose_has_one_stream_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "ExternalStream", external)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(streams, "_made", {})
-    found = [
+    used = [
         streams.stream_for(purpose, torch.device(device))
         for _ in range(40)
         for purpose in ("landing", "futures")
         for device in ("cuda:0", "cuda:1", "cuda")
     ]
-    assert set(found) == {(1001, 0), (1002, 1), (1003, 0), (1004, 1)}
+    assert set(used) == {(1001, 0), (1002, 1), (1003, 0), (1004, 1)}
     assert made == [0, 1, 0, 1]
 
 

@@ -137,9 +137,9 @@ def _answer(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
 def test_answer_wants_a_gain_beyond_the_spread(
     plain: tuple[float, float], ours: tuple[float, float], wanted: str
 ) -> None:
-    assert _answer([_report(one) for one in plain], [_report(one) for one in ours]).startswith(
-        wanted
-    )
+    assert _answer(
+        [_report(seconds) for seconds in plain], [_report(seconds) for seconds in ours]
+    ).startswith(wanted)
 
 
 def test_answer_says_why_nothing_is_gained() -> None:
@@ -167,9 +167,9 @@ class _Pair:
 
     def __init__(self) -> None:
         self.all = [Hosts(1, 1), Hosts(1, 1)]
-        settings = [one.desk.settings for one in self.all]
+        settings = [launch.desk.settings for launch in self.all]
         self.report = {
-            "firsts": {one.token: rank for rank, one in enumerate(settings)},
+            "firsts": {token.token: rank for rank, token in enumerate(settings)},
             "leader": {
                 "token": settings[0].token,
                 "port": settings[0].port,
@@ -269,9 +269,9 @@ def test_plain_line_that_could_be_faster_is_told(has: dict[str, Any], wanted: st
         ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), False
     )
     usual |= {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
-    found = missing_flags(SimpleNamespace(**{"optimizer": "adam", **usual, **has}))
-    assert " ".join(found) == wanted
-    said = verdict.faster_plain(_report(1.0, missing=found))
+    missing = missing_flags(SimpleNamespace(**{"optimizer": "adam", **usual, **has}))
+    assert " ".join(missing) == wanted
+    said = verdict.faster_plain(_report(1.0, missing=missing))
     assert (wanted in said and "may gain" in said) if wanted else not said
 
 

@@ -232,14 +232,14 @@ def _layers(given: Mapping[str, Value], pp: int) -> int:
 
 def words(given: Mapping[str, Value]) -> list[str]:
     """Make a command line, sorted by flag."""
-    found: list[str] = []
+    flags: list[str] = []
     for flag, value in sorted(given.items()):
-        found.append(flag)
+        flags.append(flag)
         if isinstance(value, str):
-            found.append(value)
+            flags.append(value)
         elif not isinstance(value, bool):
-            found += value
-    return found
+            flags += value
+    return flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,12 +303,12 @@ def tests_of(checkout: Path) -> Iterator[Test]:
     Raises:
         ValueError: The folder has no functional tests.
     """
-    found = sorted((checkout / _CASES).glob("*/*/model_config.yaml"))
-    if not found:
+    files = sorted((checkout / _CASES).glob("*/*/model_config.yaml"))
+    if not files:
         raise ValueError(
             f"{checkout} has no {_CASES}: give a checkout of Megatron-LM with its tests"
         )
-    for file in found:
+    for file in files:
         folder, name = file.parts[-3:-1]
         if folder not in FAMILIES or _NO_TRAINING.search(name):
             continue
@@ -350,19 +350,19 @@ def cases_of(checkout: Path) -> tuple[list[Case], dict[str, str]]:
 def strange(rows: Sequence[Case], cases: Sequence[Case]) -> list[str]:
     """Describe differences between rows and the tests of a checkout that they repeat."""
     known = {name: case for case in cases for name in (case.name, *case.others)}
-    found = []
+    wrong = []
     for row in rows:
         twin = known.get(row.name)
         if twin is None:
-            found.append(f"{row.name}: the checkout has no such test that a CPU can run")
+            wrong.append(f"{row.name}: the checkout has no such test that a CPU can run")
             continue
-        mine, theirs = _pairs(row), _pairs(twin)
-        if apart := sorted(mine ^ theirs):
-            told = "; ".join(
-                f"{'the row' if pair in mine else 'the checkout'} has {pair}" for pair in apart
+        ours, theirs = _pairs(row), _pairs(twin)
+        if apart := sorted(ours ^ theirs):
+            differing = "; ".join(
+                f"{'the row' if pair in ours else 'the checkout'} has {pair}" for pair in apart
             )
-            found.append(f"{row.name}: {told}")
-    return found
+            wrong.append(f"{row.name}: {differing}")
+    return wrong
 
 
 def _pairs(case: Case) -> set[str]:

@@ -78,16 +78,16 @@ _VPP = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
 
 def _read(text: str) -> dict[str, Value]:
     """Parse a command line into values by flag."""
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     flag = ""
     for word in text.split():
         if word.startswith("--"):
             flag = word
-            found[flag] = True
+            values[flag] = True
         else:
-            before = found[flag]
-            found[flag] = word if isinstance(before, bool) else f"{before} {word}"
-    return found
+            before = values[flag]
+            values[flag] = word if isinstance(before, bool) else f"{before} {word}"
+    return values
 
 
 def _row(
@@ -103,8 +103,8 @@ def _row(
     given: dict[str, Value] = {}
     for part in (_ALL, *parts):
         given |= _read(part)
-    kept = {flag: value for flag, value in given.items() if flag not in less.split()}
-    arguments = tuple(" ".join(words(kept)).split())
+    remaining = {flag: value for flag, value in given.items() if flag not in less.split()}
+    arguments = tuple(" ".join(words(remaining)).split())
     return Case(name=name, family=family, ranks=ranks, arguments=arguments, left_out=left_out)
 
 

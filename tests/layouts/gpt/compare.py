@@ -48,11 +48,11 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
         wire = torch.bfloat16 if layout.wire else None
         report.ours = errors(ours, wire, layout.ranks_that_sum_first)
     report.theirs = errors(theirs)
-    for who, found in (("BytePS", report.ours), ("all-reduce", report.theirs)):
+    for who, errors_of in (("BytePS", report.ours), ("all-reduce", report.theirs)):
         few = layout.has_few_bits and who == "BytePS"
         exact = "sum of rounded blocks" if few else "rounded sum of two values"
-        _note(report, f"{who}: not the {exact}", found.inexact)
-        _note(report, f"{who}: members got different sums", found.split)
+        _note(report, f"{who}: not the {exact}", errors_of.inexact)
+        _note(report, f"{who}: members got different sums", errors_of.split)
     _check_errors(report)
     if not layout.graphed:
         _check_bytes(report, ours)
@@ -72,19 +72,19 @@ def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None, per_host:
     With ``wire``, fp32 parts were sent in that dtype: the parts are rounded to it first, and so is
     the sum. A host sends the sum of its ``per_host`` ranks.
     """
-    found = Errors()
+    measured = Errors()
     for step in range(len(ranks[0].steps)):
         for rank, seen in enumerate(ranks):
             for name, total in seen.steps[step].sums.items():
                 where = f"step {step + 1}, rank {rank}, {name}"
                 parts = [ranks[m].steps[step].sums[name] for m in total.members]
                 hosts = [member // per_host for member in total.members]
-                _measure(found, where, total, parts, wire, hosts)
-    return found
+                _measure(measured, where, total, parts, wire, hosts)
+    return measured
 
 
 def _measure(
-    found: Errors,
+    measured: Errors,
     where: str,
     total: Sum,
     parts: Sequence[Sum],
@@ -93,7 +93,7 @@ def _measure(
 ) -> None:
     lead = parts[0]
     if total.offset == lead.offset and not torch.equal(total.result, lead.result):
-        found.split.append(where)
+        measured.split.append(where)
     end = total.offset + total.result.numel()
     values = [part.local[total.offset : end] for part in parts]
     sent = wire if wire is not None and len(set(hosts)) > 1 else total.result.dtype
@@ -103,7 +103,7 @@ def _measure(
     if len(values) <= 2:
         expected = values[0] if len(values) == 1 else values[0] + values[1]
         if not torch.equal(total.result, expected.to(total.result.dtype)):
-            found.inexact.append(where)
+            measured.inexact.append(where)
     wide = [value.double() for value in values]
     exact = torch.stack(wide).sum(0)
     magnitude = torch.stack([value.abs() for value in wide]).sum(0)
@@ -112,7 +112,7 @@ def _measure(
     floor = limits.tiny / limits.eps
     error = ((total.result.double() - exact).abs() / magnitude.clamp_min(floor)).max().item()
     kind = str(sent).removeprefix("torch.")
-    found.relative[kind] = _larger(error, found.relative.get(kind, 0.0))
+    measured.relative[kind] = _larger(error, measured.relative.get(kind, 0.0))
 
 
 def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch.Tensor]:
@@ -126,23 +126,23 @@ def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch
 def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     """Check that both runs ended, summed the same buckets, and that BytePS made the sums of one
     run."""
-    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if len(one.steps) != STEPS or len(other.steps) != STEPS:
-            report.misses.append(f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps")
+    for rank, (seen, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(seen.steps) != STEPS or len(other.steps) != STEPS:
+            report.misses.append(f"rank {rank}: {len(seen.steps)} and {len(other.steps)} steps")
             return
         if other.names:
             report.misses.append(f"rank {rank}: all-reduce used BytePS")
-        for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
+        for step, (a, b) in enumerate(zip(seen.steps, other.steps, strict=True)):
             # The server optimizer has separate buckets for some parameters.
             if a.gradients().keys() != b.gradients().keys():
                 report.misses.append(f"rank {rank}, step {step + 1}: other parameters")
             elif a.sums.keys() != b.sums.keys() and not report.layout.servers:
                 report.misses.append(f"rank {rank}, step {step + 1}: other buckets")
         spread = [
-            way_of(s.members, report.layout) for step in one.steps for s in step.sums.values()
+            way_of(s.members, report.layout) for step in seen.steps for s in step.sums.values()
         ]
         if report.layout.graphed:
-            if not (one.names and one.pushed_bytes):
+            if not (seen.names and seen.pushed_bytes):
                 report.misses.append(f"rank {rank}: no push-pulls")
             continue
         for way in () if report.layout.servers else ("flat", "node-first"):
@@ -150,7 +150,7 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
             mark = "/piece0" if way == "node-first" else ""
             begun = sum(
                 name.endswith(mark) and ("/piece" in name) == bool(mark)
-                for name in one.names
+                for name in seen.names
                 if not name.endswith("/kept")
             )
             if begun != spread.count(way):
@@ -181,8 +181,8 @@ def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
     for host in range(-(-len(ours) // layout.per_host)):
         members = ours[host * layout.per_host : (host + 1) * layout.per_host]
         for what, counted, expected in (
-            ("pushed", sum(one.pushed_bytes for one in members), pushed[host]),
-            ("pulled", sum(one.pulled_bytes for one in members), pulled[host]),
+            ("pushed", sum(member.pushed_bytes for member in members), pushed[host]),
+            ("pulled", sum(member.pulled_bytes for member in members), pulled[host]),
         ):
             tolerance = FEW_BITS_TOLERANCE if layout.has_few_bits else BYTES_TOLERANCE
             if abs(counted - expected) > tolerance * expected:
@@ -199,12 +199,12 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     whole = total.local.numel() * element
     wanted = total.result.numel() * element
     # Each rank sends and receives all of the kept bytes, whatever the route of the other bytes.
-    kept = kept_bytes(total) if layout.has_few_bits else 0
+    exact_bytes = kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
-        return whole + kept, wanted + kept
+        return whole + exact_bytes, wanted + exact_bytes
     sharers = len(sharers_of(rank, total.members, layout))
     # If several ranks of a host own a shard, each pulls a part, and they exchange the parts.
-    return whole / sharers + kept, min(wanted, whole / sharers) + kept
+    return whole / sharers + exact_bytes, min(wanted, whole / sharers) + exact_bytes
 
 
 def sharers_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
@@ -228,20 +228,20 @@ def _check_errors(report: Report) -> None:
 
 def check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     """Check that losses and local gradients before the first update are equal in both runs."""
-    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one.steps[0].loss != other.steps[0].loss:
+    for rank, (seen, other) in enumerate(zip(ours, theirs, strict=True)):
+        if seen.steps[0].loss != other.steps[0].loss:
             report.misses.append(f"rank {rank}: the first losses differ")
         twins = other.steps[0].gradients()
-        for name, mine in one.steps[0].gradients().items():
+        for name, gradient in seen.steps[0].gradients().items():
             # A scaled loss can make infinities and NaN.
-            if not torch.allclose(mine, twins[name], rtol=0, atol=0, equal_nan=True):
+            if not torch.allclose(gradient, twins[name], rtol=0, atol=0, equal_nan=True):
                 report.misses.append(f"rank {rank}, {name}: the first local gradients differ")
 
 
 def check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     seen = 0
-    for one, other in zip(ours, theirs, strict=True):
-        for a, b in zip(one.steps, other.steps, strict=True):
+    for rank, other in zip(ours, theirs, strict=True):
+        for a, b in zip(rank.steps, other.steps, strict=True):
             if a.loss is None or b.loss is None:
                 continue
             seen += 1
@@ -254,15 +254,15 @@ def check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[Rank
 
 def differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
     """Yield every difference between the two runs, to the last bit."""
-    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if len(one.steps) != len(other.steps):
-            yield f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps"
-        for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False), start=1):
+    for rank, (seen, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(seen.steps) != len(other.steps):
+            yield f"rank {rank}: {len(seen.steps)} and {len(other.steps)} steps"
+        for number, (a, b) in enumerate(zip(seen.steps, other.steps, strict=False), start=1):
             if (a.loss, a.grad_norm) != (b.loss, b.grad_norm):
                 yield f"step {number}, rank {rank}: loss or gradient norm"
             for name in _unequal(_results(a), _results(b)):
                 yield f"step {number}, rank {rank}, {name}"
-        for name in _unequal(one.parameters, other.parameters):
+        for name in _unequal(seen.parameters, other.parameters):
             yield f"rank {rank}, parameter {name}"
 
 
@@ -270,20 +270,22 @@ def _results(step: Step) -> dict[str, torch.Tensor]:
     return {name: total.result for name, total in step.sums.items()}
 
 
-def _unequal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _unequal(
+    values: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
     """Yield the names of values that differ, or that only one side has."""
-    for name in sorted(one.keys() | other.keys()):
-        if name not in one or name not in other or not _same(one[name], other[name]):
+    for name in sorted(values.keys() | other.keys()):
+        if name not in values or name not in other or not _same(values[name], other[name]):
             yield name
 
 
-def _larger(one: float, other: float) -> float:
+def _larger(first: float, other: float) -> float:
     """Get the larger number, or NaN if either is NaN."""
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+    return math.nan if math.isnan(first) or math.isnan(other) else max(first, other)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def _same(values: torch.Tensor, other: torch.Tensor) -> bool:
+    return values.dtype == other.dtype and torch.equal(values, other)
 
 
 def _note(report: Report, what: str, where: Sequence[str]) -> None:
@@ -323,12 +325,15 @@ class FewBits:
         Args:
             parts: Local parts of all members, in member order.
         """
-        lead, kept = parts[0], _kept(parts[0])
+        lead, exact_ranges = parts[0], _kept(parts[0])
         values = [part.local.flatten().clone() for part in parts]
-        small = [torch.cat([one[b:e] for b, e in kept]) if kept else one[:0] for one in values]
-        for one in values:
-            for begin, end in kept:
-                one[begin:end] = 0
+        small = [
+            torch.cat([value[b:e] for b, e in exact_ranges]) if exact_ranges else value[:0]
+            for value in values
+        ]
+        for value in values:
+            for begin, end in exact_ranges:
+                value[begin:end] = 0
         total = torch.empty_like(values[0])
         hosts = _pushed_by_host(members, values, self._layout.ranks_that_sum_first)
         for index, places in enumerate(self._places(lead, len(members), len(hosts))):
@@ -338,19 +343,19 @@ class FewBits:
                 self._sums[key] = Sums(self._layout.wire, len(hosts), feedback=feedback)
             part = self._sums[key]([host[places] for host in hosts], average=False)
             total[places] = part
-        if kept:
+        if exact_ranges:
             own = lead.local.dtype
             kept_type = torch.bfloat16 if own == torch.float32 else own
-            sums = torch.stack([one.to(kept_type).float() for one in small])
+            sums = torch.stack([value.to(kept_type).float() for value in small])
             exact = sums[0].clone()
-            for one in sums[1:]:
-                exact += one
+            for value in sums[1:]:
+                exact += value
             rounded = exact.to(kept_type).to(total.dtype)
             for (begin, end), part in zip(
-                kept, rounded.split([e - b for b, e in kept]), strict=True
+                exact_ranges, rounded.split([e - b for b, e in exact_ranges]), strict=True
             ):
                 total[begin:end] = part
-        return lambda one: total[one.offset : one.offset + one.result.numel()]
+        return lambda view: total[view.offset : view.offset + view.result.numel()]
 
     def forget(self) -> None:
         """Drop the error feedback, like all ranks after a skipped step."""
@@ -373,7 +378,7 @@ class FewBits:
 
 def few_bits_errors(ranks: Sequence[RankSeen], layout: Layout) -> Errors:
     """Compare each sum of a run with the exact bits that it must have."""
-    found, bits = Errors(), FewBits(layout)
+    measured, bits = Errors(), FewBits(layout)
     for step in range(len(ranks[0].steps)):
         skipped = False
         wanted: dict[tuple[tuple[int, ...], str], Callable[[Sum], torch.Tensor]] = {}
@@ -386,19 +391,19 @@ def few_bits_errors(ranks: Sequence[RankSeen], layout: Layout) -> Errors:
                     wanted[key] = bits.expected(total.members, name, parts)
                 want = wanted[key](total)
                 if not torch.equal(total.result.flatten().nan_to_num(7), want.nan_to_num(7)):
-                    found.inexact.append(where)
+                    measured.inexact.append(where)
                 if not total.result.isfinite().all():
                     skipped = True
                     continue
                 exact = torch.stack([part.local.double() for part in parts]).sum(0).flatten()
                 exact = exact[total.offset : total.offset + total.result.numel()]
                 error = (total.result.flatten().double() - exact).norm() / exact.norm().clamp(1e-30)
-                found.relative[layout.wire] = max(
-                    float(error), found.relative.get(layout.wire, 0.0)
+                measured.relative[layout.wire] = max(
+                    float(error), measured.relative.get(layout.wire, 0.0)
                 )
         if skipped:
             bits.forget()
-    return found
+    return measured
 
 
 def _kept(total: Sum) -> list[tuple[int, int]]:

@@ -56,7 +56,7 @@ class ExactUpdates:
             for parameter in bucket.params_list
         }
         self._groups = []
-        mine = []
+        copied = []
         for group in groups:
             parameters = [model[id(p)] for p in group["params"] if id(p) in model]
             if not parameters:
@@ -65,11 +65,11 @@ class ExactUpdates:
             self._copies.update(zip(parameters, copies, strict=True))
             self._groups.append(group)
             options = {name: group[name] for name in _OPTIONS if name in group}
-            mine.append({"params": copies, **options})
-        if not mine:
+            copied.append({"params": copies, **options})
+        if not copied:
             return None
-        kind = torch.optim.AdamW if "betas" in mine[0] else torch.optim.SGD
-        return kind(mine, lr=0.0, foreach=False)
+        kind = torch.optim.AdamW if "betas" in copied[0] else torch.optim.SGD
+        return kind(copied, lr=0.0, foreach=False)
 
     def _watch(self, bucket: Any) -> None:
         """Record the gradients of a bucket that this rank pushes."""
@@ -125,8 +125,8 @@ class ExactUpdates:
         limit = self._optimizer.config.clip_grad
         norms = {None: norm, **getattr(self._optimizer, "grad_norms_by_group", {})}
         for parameter, copy in self._copies.items():
-            mine = norms.get(getattr(parameter, "grad_norm_group", None), norm)
-            scale = min(1.0, limit / (float(mine) + _EPS)) if mine and limit > 0 else 1.0
+            own_norm = norms.get(getattr(parameter, "grad_norm_group", None), norm)
+            scale = min(1.0, limit / (float(own_norm) + _EPS)) if own_norm and limit > 0 else 1.0
             copy.grad = gradients[parameter] * unscale * scale
         for group, followed in zip(self._groups, twin.param_groups, strict=True):
             followed.update(lr=group["lr"], weight_decay=group["weight_decay"])
@@ -182,10 +182,10 @@ class ExactBits:
         """Replace the optimizer's step."""
         result = self._step(*args, **kwargs)
         self.steps += 1
-        for one in self._followed:
-            different = one.follow()
+        for twin in self._followed:
+            different = twin.follow()
             if different:
-                self.misses.append(f"step {self.steps}, {one.name}: {different} differ")
+                self.misses.append(f"step {self.steps}, {twin.name}: {different} differ")
         return result
 
 
@@ -215,8 +215,8 @@ class _Followed:
         ]
         self._group_of = {
             id(parameter): index
-            for index, one in enumerate(param_groups)
-            for parameter in one["params"]
+            for index, group in enumerate(param_groups)
+            for parameter in group["params"]
         }
         self._pushed: torch.Tensor | None = None
         self._made: Any = None
@@ -257,30 +257,30 @@ class _Followed:
                 for rounding in up:
                     rounding.forget()
         else:
-            self._update(self._summed([one.cpu() for one in members]), step)
-        mine = self._served.parameters.detach().cpu()
-        same = (mine == self.held) | (mine.isnan() & self.held.isnan())
+            self._update(self._summed([member.cpu() for member in members]), step)
+        own = self._served.parameters.detach().cpu()
+        same = (own == self.held) | (own.isnan() & self.held.isnan())
         return int((~same).sum())
 
     def _summed(self, members: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the sum like servers, in fp32."""
         sums: dict[int, torch.Tensor] = {}
-        for host, one in zip(self._hosts, members, strict=True):
-            sums[host] = one if host not in sums else sums[host] + one
+        for host, value in zip(self._hosts, members, strict=True):
+            sums[host] = value if host not in sums else sums[host] + value
         hosts = list(sums.values())
         if not self._few:
-            sent = [one.to(self.held.dtype) for one in hosts]
+            sent = [value.to(self.held.dtype) for value in hosts]
             is_wide = self.held.dtype == torch.float32 and len(sent) > 2
             total = sent[0].double() if is_wide else sent[0].float()
-            for one in sent[1:]:
-                total = total + one
+            for value in sent[1:]:
+                total = total + value
             return total.to(self.held.dtype).float()
         total = torch.zeros_like(self.master)
         for places, up in zip(self._places, self._up, strict=True):
             rounded = [rounding(host[places]) for rounding, host in zip(up, hosts, strict=True)]
             part = rounded[0].clone()
-            for one in rounded[1:]:
-                part += one
+            for value in rounded[1:]:
+                part += value
             total[places] = part
         return total
 
@@ -290,7 +290,9 @@ class _Followed:
             end = begin + parameter.numel()
             index = self._group_of[id(parameter)]
             group, (rate, decay) = self._groups[index], step.rates[index]
-            master, mean, square = (one[begin:end] for one in (self.master, self.mean, self.square))
+            master, mean, square = (
+                state[begin:end] for state in (self.master, self.mean, self.square)
+            )
             _adamw(
                 *(master, mean, square, total[begin:end] * _fp32(step.scale)),
                 rate=rate,
@@ -322,7 +324,7 @@ def _adamw(
     """Apply AdamW like byteps/server/optimizer/update.cc: in fp32, fused in the same places."""
     beta1, beta2 = betas
     weight1, weight2 = _fp32(1 - beta1), _fp32(1 - beta2)
-    kept = master * _fp32(1 - rate * decay if decay else 1.0)
+    master_and_mean = master * _fp32(1 - rate * decay if decay else 1.0)
     if weight1 < 0.5:
         mean.copy_(_fused(weight1, gradient - mean, mean))
     else:
@@ -332,7 +334,7 @@ def _adamw(
     slope = _fp32(-(rate / (1 - beta1**number)))
     # torch's square root in fp32 can be off by the last bit.
     length = square.double().sqrt().float() / root + _fp32(eps)
-    master.copy_(kept + slope * mean / length)
+    master.copy_(master_and_mean + slope * mean / length)
 
 
 def _fp32(value: float) -> torch.Tensor:

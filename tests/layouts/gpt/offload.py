@@ -46,12 +46,12 @@ def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict
         _note(seen, "step", before, device, ddp)
         if not away:
             continue
-        kept = _leave(ddp, optimizer)
+        copies = _leave(ddp, optimizer)
         _reset_peak(device)
         _note(seen, "away", before, device, ddp)
         # The generation uses the memory in between, so that the buffers return at other addresses.
         other = torch.full((width * width // (1 + step % 2),), torch.nan, device=device)
-        _come_back(ddp, optimizer, kept, device)
+        _come_back(ddp, optimizer, copies, device)
         del other
         assert checksum(module) == seen["checksums"][-1], "the parameters are not as they were"
     from megatron.core.distributed import dpu_reduce
@@ -126,23 +126,23 @@ def _storages(ddp: DistributedDataParallel) -> list[torch.Tensor]:
 
 def _leave(ddp: DistributedDataParallel, optimizer: Any) -> list[torch.Tensor]:
     """Free the device memory and return the parameters' copies on the host."""
-    kept = []
+    copies = []
     for buffer in ddp.buffers:
         copy = torch.empty(buffer.param_data.shape, dtype=buffer.param_data.dtype, pin_memory=True)
         copy.copy_(buffer.param_data)
-        kept.append(copy)
+        copies.append(copy)
     for tensor in _storages(ddp):
         tensor.untyped_storage().resize_(0)
     _move_optimizer(optimizer, torch.device("cpu"))
-    return kept
+    return copies
 
 
 def _come_back(
-    ddp: DistributedDataParallel, optimizer: Any, kept: list[torch.Tensor], device: torch.device
+    ddp: DistributedDataParallel, optimizer: Any, copies: list[torch.Tensor], device: torch.device
 ) -> None:
     for tensor in _storages(ddp):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-    for buffer, copy in zip(ddp.buffers, kept, strict=True):
+    for buffer, copy in zip(ddp.buffers, copies, strict=True):
         buffer.param_data.copy_(copy)
         buffer.grad_data.zero_()
     _move_optimizer(optimizer, device)
@@ -150,11 +150,11 @@ def _come_back(
 
 def _move_optimizer(optimizer: Any, device: torch.device) -> None:
     """Move the fp32 parameters and the moments."""
-    for one in optimizer.chained_optimizers:
-        for group in one.optimizer.param_groups:
+    for chained in optimizer.chained_optimizers:
+        for group in chained.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.data = parameter.data.to(device)
-        for state in one.optimizer.state.values():
+        for state in chained.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
                     state[name] = value.to(device)

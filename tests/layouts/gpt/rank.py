@@ -101,18 +101,18 @@ class Witness:
 
         @functools.wraps(setup)
         def set_up(*args: Any, **kwargs: Any) -> Any:
-            found = setup(*args, **kwargs)
-            witness.models.extend(found[0])
+            built = setup(*args, **kwargs)
+            witness.models.extend(built[0])
             summed = [
                 (bucket, group)
                 for chunk in witness.models
                 for _, bucket, group, _ in _buckets(chunk)
             ]
             if witness._bits_per_host:
-                witness.exact_bits = ExactBits(found[1], summed, witness._bits_per_host)
+                witness.exact_bits = ExactBits(built[1], summed, witness._bits_per_host)
             if witness._watches_updates:
-                witness.exact = ExactUpdates(found[1], summed, training.get_args().train_iters)
-            return found
+                witness.exact = ExactUpdates(built[1], summed, training.get_args().train_iters)
+            return built
 
         training.setup_model_and_optimizer = set_up
 
@@ -145,7 +145,7 @@ class Witness:
                 local=self._locals[id(bucket)].cpu(),
                 result=result.clone().cpu(),
                 offset=offset,
-                places={names[p]: place for p, place in bucket.param_to_index.items()},
+                places={names[p]: index for p, index in bucket.param_to_index.items()},
             )
 
     def seen(self) -> RankSeen:

@@ -126,7 +126,7 @@ def run_layouts(
             layouts,
             folder,
             options,
-            lambda layout, place: check(layout, place, dataset, platform),
+            lambda layout, folder: check(layout, folder, dataset, platform),
             put,
         )
 
@@ -263,10 +263,13 @@ def by_type(reports: Sequence[Report]) -> list[Sequence[str]]:
             kinds.setdefault(kind, []).append(report)
     for kind, of in kinds.items():
         if servers:
-            figures = [f"{max(one.update.parameters for one in of if one.update):.1e}"]
+            figures = [f"{max(report.update.parameters for report in of if report.update):.1e}"]
         else:
-            errors = (max(one.ours.worst for one in of), max(one.theirs.worst for one in of))
-            differ = max(one.loss_difference for one in of)
+            errors = (
+                max(report.ours.worst for report in of),
+                max(report.theirs.worst for report in of),
+            )
+            differ = max(report.loss_difference for report in of)
             figures = [*(f"{error:.2e}" for error in errors), f"{differ:.1e}"]
         table.append((kind, str(len(of)), *figures))
     refused = sum(bool(report.layout.refused) for report in reports)

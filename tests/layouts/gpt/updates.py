@@ -78,9 +78,12 @@ def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[R
         ours=_update_error(ours),
         theirs=_update_error(theirs),
     )
-    for what, found in (("parameters", report.update.parameters), ("norms", report.update.norm)):
-        if not found <= limit:
-            report.misses.append(f"{what} differ by {found:.3g}, more than {limit:g}")
+    for what, difference in (
+        ("parameters", report.update.parameters),
+        ("norms", report.update.norm),
+    ):
+        if not difference <= limit:
+            report.misses.append(f"{what} differ by {difference:.3g}, more than {limit:g}")
     allowed = ALLOWED_ERROR * report.update.theirs
     if layout.is_held_against_fp64 and not report.update.ours <= allowed:
         report.misses.append(
@@ -100,10 +103,10 @@ def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[R
 
 def _parameters(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
     difference = size = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        if one.parameters.keys() != other.parameters.keys():
+    for seen, other in zip(ours, theirs, strict=True):
+        if seen.parameters.keys() != other.parameters.keys():
             return math.nan
-        for name, value in one.parameters.items():
+        for name, value in seen.parameters.items():
             twin = other.parameters[name].double()
             difference += (value.double() - twin).square().sum().item()
             size += twin.square().sum().item()
@@ -112,10 +115,12 @@ def _parameters(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
 
 def _update_error(ranks: Sequence[RankSeen]) -> float:
     """Get the error of all parameters, as a vector."""
-    found = [seen.update_error for seen in ranks]
-    if None in found:
+    errors = [seen.update_error for seen in ranks]
+    if None in errors:
         return math.nan
-    error, size = (math.fsum(part) for part in zip(*(one for one in found if one), strict=True))
+    error, size = (
+        math.fsum(part) for part in zip(*(error for error in errors if error), strict=True)
+    )
     return math.sqrt(error / size) if size else math.nan
 
 
@@ -123,8 +128,8 @@ def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
     """Get the largest relative difference of norms; 0 without clipping, which leaves our run
     without a norm."""
     worst = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        for a, b in zip(one.steps, other.steps, strict=True):
+    for seen, other in zip(ours, theirs, strict=True):
+        for a, b in zip(seen.steps, other.steps, strict=True):
             if a.grad_norm is None or a.grad_norm < 0 or not b.grad_norm:
                 continue
             difference = abs(a.grad_norm - b.grad_norm) / b.grad_norm
@@ -136,12 +141,12 @@ def _zeros(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str
     """Compare the counts of zero gradients before the first update, where both runs have equal
     gradients."""
     unclear = _cancelling(ours)
-    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        found, wanted = one.steps[0].zeros, other.steps[0].zeros
-        if found is not None and wanted is not None and abs(found - wanted) <= unclear:
+    for rank, (seen, other) in enumerate(zip(ours, theirs, strict=True)):
+        zeros, wanted = seen.steps[0].zeros, other.steps[0].zeros
+        if zeros is not None and wanted is not None and abs(zeros - wanted) <= unclear:
             continue
-        if found != wanted:
-            yield f"rank {rank}: {found} gradients of the first step are 0, not {wanted}"
+        if zeros != wanted:
+            yield f"rank {rank}: {zeros} gradients of the first step are 0, not {wanted}"
 
 
 def _cancelling(ranks: Sequence[RankSeen]) -> int:
@@ -211,7 +216,7 @@ def _kinds_that_sum_first(layout: Layout, ours: Sequence[RankSeen]) -> set[str]:
             sums_first = way_of(total.members, layout) == "node-first"
             spread = tuple(map(first_seen.index, hosts)) if sums_first else ()
             spreads[_kind(name)].add(spread)
-    return {kind for kind, found in spreads.items() if len(found) == 1 and () not in found}
+    return {kind for kind, spread in spreads.items() if len(spread) == 1 and () not in spread}
 
 
 def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
@@ -234,14 +239,14 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
                     sharers = len(sharers_of(rank, total.members, layout))
                     elements, apart = elements / sharers, apart / sharers
                     first = tuple(sharers_of(first[0], total.members, layout))
-                kept = total.result.numel() == 0  # otherwise ranks update, by the sum
+                exact = total.result.numel() == 0  # otherwise ranks update, by the sum
                 up, down = elements * size, elements * size
                 if layout.has_few_bits:
                     up = elements * WIRE_BYTES[layout.wire] + apart * _held_bytes(layout)
                     down = elements * WIRE_BYTES["int8"] + apart * _held_bytes(layout)
                 moved["pushed"] += up
-                moved["pulled"] += down * (2 if kept and again[number] else 1)
-                if kept and number == 0 and rank in first:
+                moved["pulled"] += down * (2 if exact and again[number] else 1)
+                if exact and number == 0 and rank in first:
                     moved["pushed"] += (elements + apart) * 4
         tolerance = FEW_BITS_TOLERANCE if layout.has_few_bits else BYTES_TOLERANCE
         for what, counted in (("pushed", seen.pushed_bytes), ("pulled", seen.pulled_bytes)):

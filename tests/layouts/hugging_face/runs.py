@@ -195,11 +195,11 @@ def tensors(folder: Path) -> dict[str, Any]:
     }
 
 
-def same(one: Path, other: Path) -> bool:
+def same(first: Path, other: Path) -> bool:
     """Tell whether two folders have the same weights, to the last bit."""
     import torch
 
-    a, b = tensors(one), tensors(other)
+    a, b = tensors(first), tensors(other)
     return bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -260,11 +260,11 @@ def compare(
     ours = jobs["byteps"]
     seen = ours.results()
     written = ours.folder / AFTER
-    logits = next(one.logits for one in seen if one.logits is not None)
+    logits = next(rank.logits for rank in seen if rank.logits is not None)
     adapter = None
     if lora and (written / ADAPTER).exists():
         adapter = _difference(logits, _reference(folder / "peft", model, written / ADAPTER))
-    sums = [total for one in seen for step in one.training.steps for total in step.sums.values()]
+    sums = [total for rank in seen for step in rank.training.steps for total in step.sums.values()]
     shared = sum(total.local.numel() for total in sums if len(total.members) > 1)
     return Outcome(
         round_trip=same(model, ours.folder / BEFORE),
@@ -272,17 +272,17 @@ def compare(
         equal=same(written, jobs["all-reduce"].folder / AFTER),
         logits=_difference(logits, _reference(folder / "transformers", written)),
         adapter_logits=adapter,
-        bucketed=sum(s.local.numel() for s in sums) / (STEPS * sum(one.trained for one in seen)),
-        pushed=sum(one.training.pushed_bytes for one in seen) / (4 * shared),
+        bucketed=sum(s.local.numel() for s in sums) / (STEPS * sum(rank.trained for rank in seen)),
+        pushed=sum(rank.training.pushed_bytes for rank in seen) / (4 * shared),
         trained=_trained(seen),
-        frozen_changed=[name for one in seen for name in one.frozen_changed],
-        without_gradient=[name for one in seen for name in one.without_gradient],
+        frozen_changed=[name for rank in seen for name in rank.frozen_changed],
+        without_gradient=[name for rank in seen for name in rank.without_gradient],
     )
 
 
 def _trained(seen: Sequence[Any]) -> float:
-    return sum(one.trained for one in seen) / sum(
-        value.numel() for one in seen for value in one.training.parameters.values()
+    return sum(rank.trained for rank in seen) / sum(
+        value.numel() for rank in seen for value in rank.training.parameters.values()
     )
 
 

@@ -155,10 +155,10 @@ def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
     """Compare a run under Ray with the local run, rank by rank."""
     from tests.layouts.gpt.compare import differences  # imports torch
 
-    found = list(differences(local, ray))
-    for rank, (one, other) in enumerate(zip(local, ray, strict=True)):
-        if sorted(one.names) != sorted(other.names):
-            found.append(f"rank {rank}: other sums by BytePS")
+    wrong = list(differences(local, ray))
+    for rank, (here, other) in enumerate(zip(local, ray, strict=True)):
+        if sorted(here.names) != sorted(other.names):
+            wrong.append(f"rank {rank}: other sums by BytePS")
     sums = {
         (total.members, name)
         for seen in ray
@@ -177,14 +177,14 @@ def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
     return Outcome(
         groups=len({members for members, _ in sums}),
         sums=len(sums),
-        differences=found,
+        differences=wrong,
         problems=problems,
     )
 
 
 def _losses(seen: Sequence[RankSeen]) -> list[float]:
     """Get the loss of each step from a rank of the last pipeline stage."""
-    known = next(one for one in seen if one.steps[0].loss is not None)
+    known = next(rank for rank in seen if rank.steps[0].loss is not None)
     return [step.loss for step in known.steps if step.loss is not None]
 
 

@@ -71,9 +71,9 @@ def as_ddp(job: Job) -> None:
     for name, program in programs.items():
         with job.check(name):
             theirs = interfaces.make(ours.references.get(name, ours.reference))
-            wanted, found = (values_of(job, program, each) for each in (theirs, ours))
-            assert found.keys() == wanted.keys()
-            different = [key for key in found if not torch.equal(found[key], wanted[key])]
+            wanted, learned = (values_of(job, program, each) for each in (theirs, ours))
+            assert learned.keys() == wanted.keys()
+            different = [key for key in learned if not torch.equal(learned[key], wanted[key])]
             assert not different, different
     dist.destroy_process_group()
     bps.shutdown()
@@ -90,21 +90,21 @@ def as_ddp_on_servers(job: Job) -> None:
                 options = {} if clip == "none" else {"max_norm": 1e6, "clip": clip}
                 ours, program = Served(name, **options), SCENARIOS[scenario]
                 theirs = interfaces.make(ours.references.get(scenario, ours.reference))
-                wanted, found = (values_of(job, program, each) for each in (theirs, ours))
+                wanted, learned = (values_of(job, program, each) for each in (theirs, ours))
                 for key in wanted:
-                    torch.testing.assert_close(found[key], wanted[key], rtol=2e-6, atol=2e-7)
+                    torch.testing.assert_close(learned[key], wanted[key], rtol=2e-6, atol=2e-7)
     scaled_otherwise(job)
     model = make_model()
-    kept = bps.ServerOptimizer(sgd(model), name="kept")
+    served = bps.ServerOptimizer(sgd(model), name="kept")
     with job.check_raises(
         "two over one parameter", ValueError, "on 2 of this group's 2 ranks.*one"
     ):
         bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=LR), name="other")
     if job.rank == 0:
-        kept.close()
+        served.close()
     with job.check_raises("on one rank", ValueError, "on 1 of this group's 2 ranks"):
         bps.ServerOptimizer(torch.optim.SGD(model[2:].parameters(), lr=LR), name="other")
-    kept.close()
+    served.close()
     model[0].requires_grad_(False)
     run = run_through(job, Served("frozen"))
     wanted_error = "parameter 0 of group 0 needs a gradient now, but not when"
@@ -165,8 +165,8 @@ def identity(job: Job) -> None:
             reference = make_model(seed)
             wrapped, optimizer = interfaces.make("ddp-gloo").wrap(reference, sgd(reference))
             train(run, wrapped, optimizer, range(2))
-            for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-                assert torch.equal(mine, other)
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(parameter, other)
     with job.check("a model deleted, and another one made"):
         for width in (24, 40):
             model = nn.Sequential(nn.Linear(16, width), nn.Linear(width, 8))
@@ -175,10 +175,10 @@ def identity(job: Job) -> None:
             del model, optimizer
             if job.rank == 0:
                 gc.collect()
-        kept = [
+        left = [
             name for name in operations._known if name.startswith("optimizer") and "/1." in name
         ]
-        assert not kept, kept
+        assert not left, left
     said = r"ranks make different optimizers: number 0 is .*\(3, 4\).*\(2, 4\).* on rank 0"
     if job.rank == 0:
         said = "ranks make different optimizers: other ranks"

@@ -166,11 +166,11 @@ def collectives(job: Job) -> None:
 def _groups(job: Job, evens: list[int]) -> None:
     """Sum in two groups of the same ranks: their sums must not mix."""
     with job.check("groups of the same ranks"):
-        one, other = dist.new_group(evens), dist.new_group(evens)
+        group, other = dist.new_group(evens), dist.new_group(evens)
         if job.rank in evens:
             first, second = given(LARGE, job.rank), 2 * given(LARGE, job.rank)
             works = [
-                dist.all_reduce(first, group=one, async_op=True),
+                dist.all_reduce(first, group=group, async_op=True),
                 dist.all_reduce(second, group=other, async_op=True),
             ]
             for work in reversed(works):
@@ -210,8 +210,8 @@ def gathers(job: Job) -> None:
     assert world is not None
     with job.check("gathers"):
         for round_ in range(int(job.args["rounds"])):
-            mine = torch.full((64,), float(job.rank + round_))
-            gathered = functional.all_gather_tensor(mine, 0, world)
+            own = torch.full((64,), float(job.rank + round_))
+            gathered = functional.all_gather_tensor(own, 0, world)
             assert float((gathered + 0).sum()) == 64 * sum(
                 rank + round_ for rank in range(job.size)
             )
@@ -348,10 +348,10 @@ def streams(job: Job) -> None:
         if job.rank == 1:
             time.sleep(1)
         dist.all_reduce(tensor)
-        found = torch.sort(torch.special.i0(torch.erfinv(tensor / 100)))[0]
+        values = torch.sort(torch.special.i0(torch.erfinv(tensor / 100)))[0]
         torch.cuda.empty_cache()
         assert torch.equal(tensor, want)
-        assert not torch.isnan(found).any()
+        assert not torch.isnan(values).any()
     with job.check("the host goes on"):
         tensor = given(LARGE, job.rank)
         if job.rank == 1:  # Rank 1 joins only after the other rank has gone on.

@@ -59,21 +59,21 @@ def _in_opposite_order(job: Job, groups: list[Any], reduce: Reduce = _by_group) 
     began = [threading.Event() for _ in order]
     errors: list[BaseException] = []
 
-    def use(place: int, number: int, group: Any) -> None:
+    def use(turn: int, number: int, group: Any) -> None:
         try:
             # The other thread must have asked for its first sum. The other rank does not expect
             # that sum yet.
-            if place:
-                assert began[place - 1].wait(WAIT_S)
+            if turn:
+                assert began[turn - 1].wait(WAIT_S)
                 time.sleep(0.3)
-            began[place].set()
+            began[turn].set()
             _demand_sums(job, group, 10**number, reduce)
         except BaseException as error:
             errors.append(error)
 
     threads = [
-        threading.Thread(target=use, args=(place, number, group))
-        for place, (number, group) in enumerate(order)
+        threading.Thread(target=use, args=(turn, number, group))
+        for turn, (number, group) in enumerate(order)
     ]
     for thread in threads:
         thread.start()
@@ -115,7 +115,7 @@ def remade(job: Job) -> None:
     initialize(job)
     everyone, remakes = list(range(job.size)), int(job.args["remakes"])
     with job.check("a group is made again and again"):
-        kept = dist.new_group(everyone)
+        group_left = dist.new_group(everyone)
         for number in range(remakes):
             group = dist.new_group(everyone)
             before = through_servers()
@@ -127,11 +127,11 @@ def remade(job: Job) -> None:
                 time.sleep(0.05)
                 gc.collect()
             if number % 3 == job.rank:
-                dist.all_reduce(tensor.clone(), group=kept)
+                dist.all_reduce(tensor.clone(), group=group_left)
                 dist.destroy_process_group(group)
             else:
                 dist.destroy_process_group(group)
-                dist.all_reduce(tensor.clone(), group=kept)
+                dist.all_reduce(tensor.clone(), group=group_left)
     dist.destroy_process_group()
 
 
@@ -144,13 +144,13 @@ def hooked(job: Job) -> None:
     with job.check("two groups, first used in opposite order"):
         _in_opposite_order(job, [dist.new_group(everyone), dist.new_group(everyone)], _by_hook)
     with job.check("a group that is made again, and collected on one rank alone"):
-        kept: list[Any] = []
+        groups_made: list[Any] = []
         for number in range(4):
             group = dist.new_group(everyone)
             _demand_sums(job, group, number + 1, _by_hook)
             dist.destroy_process_group(group)
             if job.rank == 0:
-                kept.append(group)
+                groups_made.append(group)
             del group
             gc.collect()
     dist.destroy_process_group()

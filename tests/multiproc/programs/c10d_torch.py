@@ -32,9 +32,9 @@ def _compare(job: Job, cases: dict[str, Case], **named: Any) -> None:
     for name, case in cases.items():
         with job.check(name):
             theirs, before = case(job, gloo), through_servers()
-            mine = case(job, ours)
+            result = case(job, ours)
             assert through_servers() > before, "nothing went through the servers"
-            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(result, theirs)
     dist.destroy_process_group()
 
 
@@ -101,8 +101,13 @@ def _names(job: Job, group: Any) -> Any:
     tensor = given(1000, job.rank)
     dist.all_reduce(tensor, group=group)
     model = DistributedDataParallel(nn.Linear(8, 8), process_group=group)
-    told = model._get_ddp_logging_data()["backend_name"]
-    words = (group.name(), dist.get_backend(group), str(dist.get_backend_config(group)), told)
+    backend_name = model._get_ddp_logging_data()["backend_name"]
+    words = (
+        group.name(),
+        dist.get_backend(group),
+        str(dist.get_backend_config(group)),
+        backend_name,
+    )
     return [tensor, _text(*words)]
 
 
@@ -119,13 +124,18 @@ def _profile(job: Job, group: Any) -> Any:
         with torch.autograd.profiler.record_function("all ended"):
             dist.all_reduce(tensors[5], group=group)
     events = profile.function_events
-    found = sorted(
+    reductions = sorted(
         (e for e in events if e.name == "gloo:all_reduce"), key=lambda e: e.time_range.start
     )
     calls = [e.name for e in events if e.name.startswith("c10d::")]
     (marked,) = (e.time_range.start for e in events if e.name == "all ended")
-    ended = [e.time_range.end <= marked for e in found]
-    return [*tensors, number, torch.tensor([*(e.is_async for e in found), *ended]), _text(*calls)]
+    ended = [e.time_range.end <= marked for e in reductions]
+    return [
+        *tensors,
+        number,
+        torch.tensor([*(e.is_async for e in reductions), *ended]),
+        _text(*calls),
+    ]
 
 
 def profile_shapes(job: Job) -> None:
@@ -135,12 +145,12 @@ def profile_shapes(job: Job) -> None:
         dist.all_reduce(torch.ones(30, 4))
         dist.all_reduce_coalesced([torch.ones(30, 4), torch.ones(50)])
     events = profile.function_events
-    found = [(e.name, e.input_shapes) for e in events if e.name.startswith("c10d::")]
+    collectives = [(e.name, e.input_shapes) for e in events if e.name.startswith("c10d::")]
     with job.check("shapes"):
-        assert found == [
+        assert collectives == [
             ("c10d::allreduce_", [[30, 4]]),
             ("c10d::allreduce_coalesced_", [[30, 4], [50]]),
-        ], found
+        ], collectives
     dist.destroy_process_group()
 
 

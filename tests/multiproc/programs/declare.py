@@ -125,12 +125,12 @@ SETS: dict[str, list[int]] = {
 def dealt(sizes: list[int]) -> list[int]:
     """Return bytes per server if tensors are placed like Megatron's buckets: each tensor begins on
     the server after the last one."""
-    place, total = 0, [0] * servers()
+    placement, total = 0, [0] * servers()
     for number, nbytes in enumerate(sizes):
-        part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=place)
+        part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=placement)
         assert sum(part) == nbytes
         total = [a + b for a, b in zip(total, part, strict=True)]
-        place += bps.partition_count(nbytes)
+        placement += bps.partition_count(nbytes)
     return total
 
 

@@ -34,13 +34,13 @@ def loop(job: Job) -> None:
 
 def saves(job: Job) -> None:
     """Sum until a rank gets SIGTERM; then save, which needs sums, and leave."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     bps.init()
     job.mark("looping")
-    asked = torch.zeros(1)
-    while asked.item() == 0:
-        asked = bps.push_pull(torch.tensor([float(len(told))]), average=False, name="told")
+    stopping = torch.zeros(1)
+    while stopping.item() == 0:
+        stopping = bps.push_pull(torch.tensor([float(len(signals))]), average=False, name="told")
     for part in range(50):
         time.sleep(0.01)
         with job.check(f"part {part} of the checkpoint"):
@@ -229,7 +229,7 @@ def waits_for_a_peer(job: Job) -> None:
         dist.recv(torch.zeros(10), src=0)
         return
     job.wait_go("end")
-    for number in (int(one.split()[0]) for one in connections if "socket:" in one):
+    for number in (int(line.split()[0]) for line in connections if "socket:" in line):
         with contextlib.suppress(OSError):  # A listening socket.
             socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
     time.sleep(0.5)
@@ -314,9 +314,9 @@ def checked(job: Job) -> None:
 
 
 def _demand_sum(job: Job, name: str, round_: int) -> None:
-    found = bps.push_pull(torch.full((3000,), float(job.rank + round_)), average=False, name=name)
+    total = bps.push_pull(torch.full((3000,), float(job.rank + round_)), average=False, name=name)
     want = float(sum(rank + round_ for rank in range(job.size)))
-    assert (found == want).all(), (found[0], want)
+    assert (total == want).all(), (total[0], want)
 
 
 def _in_child(run: Callable[[], None]) -> int:
@@ -341,15 +341,15 @@ def _demand_none(status: int) -> None:
 
 def _sockets() -> list[str]:
     """Return this process's open files of the kinds that transports use."""
-    found = []
+    sockets = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(entry)
         except FileNotFoundError:
             continue
         if target.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")):
-            found.append(f"{entry.name} {target}")
-    return found
+            sockets.append(f"{entry.name} {target}")
+    return sockets
 
 
 def children(job: Job) -> None:
@@ -395,10 +395,10 @@ def children(job: Job) -> None:
         assert _in_child(lambda: _demand_none(_in_child(child))) == 0
     with job.check("what is started by exec"):
         command = ["ls", "-l", "/proc/self/fd"]
-        told = subprocess.run(
+        listed = subprocess.run(
             command, check=True, close_fds=False, stdout=subprocess.PIPE, text=True
         )
-        assert "socket:" not in told.stdout and "eventpoll" not in told.stdout, told.stdout
+        assert "socket:" not in listed.stdout and "eventpoll" not in listed.stdout, listed.stdout
     with job.check("the parent goes on"):
         assert bps.is_initialized()
         assert (bps.synchronize(pending) == job.size).all()
@@ -441,8 +441,8 @@ def loads_data(job: Job) -> None:
     for epoch in range(2):
         with job.check(f"epoch {epoch}"):
             for number, batch in enumerate(_batches(job)):
-                found = bps.push_pull(batch.mean(0), average=False, name="batch")
-                assert (found == job.size * (8 * number + 3.5)).all(), found[0]
+                total = bps.push_pull(batch.mean(0), average=False, name="batch")
+                assert (total == job.size * (8 * number + 3.5)).all(), total[0]
     bps.shutdown()
 
 

@@ -129,19 +129,19 @@ def saved(job: Job) -> None:
     form, count = wire.int4(), 600_003
 
     def sums(rounds: range) -> list[torch.Tensor]:
-        found = []
+        results = []
         for round_ in rounds:
             given = _inputs(job, count, "saved", round_, "float32")[job.rank]
             bps.push_pull_inplace(given, average=False, name="saved", wire_dtype=form)
-            found.append(given)
-        return found
+            results.append(given)
+        return results
 
     first = sums(range(3))
     state = feedback_state.state_dict()
     with job.check("what is saved"):
         assert list(state) == ["saved"]
         assert ("of_servers" in state["saved"]) == (job.rank == 0)
-        assert all(one.abs().max() > 0 for one in state["saved"].values())
+        assert all(lost.abs().max() > 0 for lost in state["saved"].values())
     went_on = sums(range(3, 5))
     feedback_state.load_state_dict(state)
     with job.check("saved again"):
@@ -173,9 +173,9 @@ def refused(job: Job) -> None:
             bps.push_pull_inplace(given, name="refused", wire_dtype=form)
     with job.check_raises("no such form", ValueError, "wire_dtype is int3; .*'int8', 'int4'"):
         bps.push_pull_inplace(torch.ones(4), name="refused", wire_dtype="int3")
-    mine = wire.int8(feedback=job.rank == 1)
+    wire_type = wire.int8(feedback=job.rank == 1)
     with job.check_raises("members that disagree", bps.BytePSError, "with feedback"):
-        bps.push_pull_inplace(torch.ones(4096), name="mixed", wire_dtype=mine)
+        bps.push_pull_inplace(torch.ones(4096), name="mixed", wire_dtype=wire_type)
     bps.shutdown()
 
 
@@ -225,10 +225,10 @@ class Reference:
         """Return the mean of these gradients, computed like the servers."""
         rounded = gradients
         if self._up is not None:
-            rounded = [up(one) for up, one in zip(self._up, gradients, strict=True)]
+            rounded = [up(gradient) for up, gradient in zip(self._up, gradients, strict=True)]
         total = rounded[0].double() if self._up is None else rounded[0].clone()
-        for one in rounded[1:]:
-            total = total + one
+        for value in rounded[1:]:
+            total = total + value
         if self._up is not None:
             return total / len(rounded)
         # Sums of half types, or of fp32 in fp64, are rounded once.
@@ -273,18 +273,18 @@ class Run:
     def step(self, step: int) -> None:
         self.served.zero_grad()
         means = []
-        for kind, (some, reference) in enumerate(zip(self._kinds, self.references, strict=True)):
-            count = sum(p.numel() for p in some)
+        for kind, (of_kind, reference) in enumerate(zip(self._kinds, self.references, strict=True)):
+            count = sum(p.numel() for p in of_kind)
             all_ = [
                 gradient(rank, step, kind, count).to(self.dtype) for rank in range(self.job.size)
             ]
             if step == SPOILT and self.served.max_norm is not None:
                 all_[-1][count // 2] = math.nan
-            mine = all_[self.job.rank].split([p.numel() for p in some])
-            for parameter, one in zip(some, mine, strict=True):
+            own = all_[self.job.rank].split([p.numel() for p in of_kind])
+            for parameter, part in zip(of_kind, own, strict=True):
                 assert parameter.grad is not None
-                parameter.grad.copy_(one.view(parameter.shape))
-            means.append(reference.total([one.float() for one in all_]))
+                parameter.grad.copy_(part.view(parameter.shape))
+            means.append(reference.total([gradient.float() for gradient in all_]))
         self.served.step()
         scale = 1.0
         if self.served.max_norm is not None:
@@ -303,10 +303,10 @@ class Run:
             reference.step(mean, scale)
 
     def demand_equal(self) -> None:
-        for some, reference in zip(self._kinds, self.references, strict=True):
-            mine = torch.cat([p.detach().flatten() for p in some])
-            assert mine.dtype == reference.held.dtype
-            assert torch.equal(mine, reference.held)
+        for of_kind, reference in zip(self._kinds, self.references, strict=True):
+            own = torch.cat([p.detach().flatten() for p in of_kind])
+            assert own.dtype == reference.held.dtype
+            assert torch.equal(own, reference.held)
 
     def demand_equal_state(self) -> None:
         saved = self.served.state_dict()["state"]
@@ -355,25 +355,27 @@ def _goes_on(
     saved = run.served.state_dict()
     again = Run(job, form, dtype, f"{name} again", **options)
     with torch.no_grad():
-        for mine, other in zip(again.parameters, run.parameters, strict=True):
-            mine.copy_(other)
+        for parameter, other in zip(again.parameters, run.parameters, strict=True):
+            parameter.copy_(other)
     again.served.load_state_dict(saved)
     feedback.drop()
-    for one, others in zip(run.references, again.references, strict=True):
-        one.forget()
-        others.master, others.held = one.master.clone(), one.held.clone()
+    for own_reference, others in zip(run.references, again.references, strict=True):
+        own_reference.forget()
+        others.master, others.held = own_reference.master.clone(), own_reference.held.clone()
     for each in (run, again):
         each.step(STEPS)
         each.demand_equal()
-    for mine, other in zip(again.parameters, run.parameters, strict=True):
-        assert torch.equal(mine, other)
+    for parameter, other in zip(again.parameters, run.parameters, strict=True):
+        assert torch.equal(parameter, other)
 
 
 def refused_by_servers(job: Job) -> None:
     """Try types whose parameters servers cannot send as differences: they are refused."""
     bps.init()
     for form in ("bf16", wire.of(torch.float16)):
-        some = [torch.nn.Parameter(torch.ones(3, 3))]
+        refused_parameters = [torch.nn.Parameter(torch.ones(3, 3))]
         with job.check_raises(str(form), ValueError, "give 'int8' or 'int4'"):
-            ServerOptimizer(torch.optim.SGD(some, lr=1.0), name="refused", wire_dtype=form)
+            ServerOptimizer(
+                torch.optim.SGD(refused_parameters, lr=1.0), name="refused", wire_dtype=form
+            )
     bps.shutdown()

@@ -164,17 +164,17 @@ def _feed_back(job: Job) -> None:
     given = torch.randn(1, 128) * 1e-3
     steps, sums = 30, [torch.zeros(()), torch.zeros(())]
     for _ in range(steps):
-        for place, layer in enumerate(layers):
+        for index, layer in enumerate(layers):
             layer.zero_grad()
-            (1000.0**place * layer(given).sum()).backward()
+            (1000.0**index * layer(given).sum()).backward()
             weight: Any = layer.weight
-            sums[place] = sums[place] + weight.grad.full_tensor()
+            sums[index] = sums[index] + weight.grad.full_tensor()
     want = given.clone()
     dist.all_reduce(want)
     want = want.expand(128, 128) / job.size
-    for place, total in enumerate(sums):
-        off = (total / steps / 1000.0**place - want).abs().max() / want.abs().max()
-        assert float(off) < 0.02, (place, float(off))
+    for index, total in enumerate(sums):
+        off = (total / steps / 1000.0**index - want).abs().max() / want.abs().max()
+        assert float(off) < 0.02, (index, float(off))
 
 
 def gathered(job: Job) -> None:
@@ -198,8 +198,8 @@ def gathered(job: Job) -> None:
     with job.check("a checkpoint has them as they are"):
         folder = str(job.folder / "checkpoint")
         dcp.save({"model": get_model_state_dict(ours)}, checkpoint_id=folder)
-        kept = {"model": get_model_state_dict(theirs)}
-        dcp.load(kept, checkpoint_id=folder)
+        saved = {"model": get_model_state_dict(theirs)}
+        dcp.load(saved, checkpoint_id=folder)
         torch.testing.assert_close(whole_parameters(ours), whole_parameters(theirs), rtol=0, atol=0)
     with job.check("a gather in the background"):
         layer: Any = ours.layers[0]

@@ -42,8 +42,8 @@ def _rank(rank: int, folder: str, port: int, args: dict[str, Any]) -> None:
     if not args.get("c10d"):
         bps.init()
     local = (0, 1) if args.get("hosts") or args.get("alone") else (rank, SIZE)
-    found = bps.rank(), bps.size(), bps.local_rank(), bps.local_size()
-    assert found == (rank, SIZE, *local), found
+    reported = bps.rank(), bps.size(), bps.local_rank(), bps.local_size()
+    assert reported == (rank, SIZE, *local), reported
     tensor = torch.full((ELEMENTS,), rank + 1.0)
     if args.get("c10d"):
         before = bps.get_metrics()["byteps_worker_operations_total"]
@@ -56,17 +56,17 @@ def _rank(rank: int, folder: str, port: int, args: dict[str, Any]) -> None:
 
 
 def _meet(rank: int, folder: Path, port: int, how: str) -> None:
-    place: dict[str, Any] = {"rank": rank, "world_size": SIZE}
+    rank_and_size: dict[str, Any] = {"rank": rank, "world_size": SIZE}
     if how == "env":
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(SIZE))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo")
     elif how == "store":
         store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0)
-        dist.init_process_group("gloo", store=store, **place)
+        dist.init_process_group("gloo", store=store, **rank_and_size)
     else:
         method = f"file://{folder}/store" if how == "file" else f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=method, **place)
+        dist.init_process_group("gloo", init_method=method, **rank_and_size)
 
 
 def _leave_one_after_the_other(rank: int, folder: Path, *, c10d: bool) -> None:

@@ -70,12 +70,12 @@ def _on_workers(job: Job, name: str, recipe: Recipe, emulated: Emulated) -> None
     master = torch.nn.Parameter(emulated.hosts.master.clone())
     optimizer = optimizer_of([master])
     for step in range(1, STEPS + 1):
-        mine = gradients(job.rank, step)
-        few, kept = mine[:FEW].float(), mine[FEW:].clone()
+        own = gradients(job.rank, step)
+        few, exact = own[:FEW].float(), own[FEW:].clone()
         bps.push_pull_inplace(few, average=True, name=f"{name} few", wire_dtype=recipe.up)
-        bps.push_pull_inplace(kept, average=True, name=f"{name} kept")
+        bps.push_pull_inplace(exact, average=True, name=f"{name} kept")
         emulated.step(step)
-        master.grad = torch.cat([few, kept.float()])
+        master.grad = torch.cat([few, exact.float()])
         assert torch.equal(master.grad, emulated.hosts.total), f"the sums of step {step}"
         optimizer.param_groups[0]["lr"] = rate_at(step)
         optimizer.step()
@@ -91,11 +91,11 @@ def _on_servers(job: Job, name: str, recipe: Recipe, emulated: Emulated) -> None
     form = None if recipe.up == "bf16" else recipe.up
     served = ServerOptimizer(optimizer_of(parameters), name=name, wire_dtype=form, keep_bytes=4096)
     for step in range(1, STEPS + 1):
-        mine = gradients(job.rank, step)
+        own = gradients(job.rank, step)
         served.zero_grad()
-        for parameter, one in zip(parameters, (mine[:FEW], mine[FEW:]), strict=True):
+        for parameter, gradient in zip(parameters, (own[:FEW], own[FEW:]), strict=True):
             assert parameter.grad is not None
-            parameter.grad.copy_(one.view(parameter.shape))
+            parameter.grad.copy_(gradient.view(parameter.shape))
         served.param_groups[0]["lr"] = rate_at(step)
         served.step()
         emulated.step(step)

@@ -298,8 +298,8 @@ def straggling(job: Job) -> None:
             time.sleep(0.02)
         bps.push_pull_inplace(tensor.fill_(1.0), average=False, name="large")
         # All leave after the same sum.
-        asked = torch.tensor([1.0 if ends.exists() else 0.0])
-        if bps.push_pull(asked, average=False, name="asked").item() == job.size:
+        ended = torch.tensor([1.0 if ends.exists() else 0.0])
+        if bps.push_pull(ended, average=False, name="asked").item() == job.size:
             break
     bps.shutdown()
 

@@ -39,7 +39,7 @@ def train(job: Job) -> None:
     Before the steps `holds` it waits for the test's signal.
     """
     bps.init()
-    kept = torch.zeros(LENGTHS["middle"])
+    trained = torch.zeros(LENGTHS["middle"])
     longest = 0.0
     for step in range(job.args["steps"]):
         if step in job.args.get("holds", ()):
@@ -60,11 +60,11 @@ def train(job: Job) -> None:
             parts = [values_of(rank, step, LENGTHS[name]) for rank in range(job.size)]
             exact = torch.stack(parts).sum(0)
             assert torch.equal(value, exact), f"step {step}: the sum of {name!r} is wrong"
-        kept += few
+        trained += few
         longest = max(longest, time.monotonic() - began)
         job.note("done", str(step + 1))
         time.sleep(job.args.get("pace", 0))
-    assert are_alike([kept], "compare"), "workers have parted"
+    assert are_alike([trained], "compare"), "workers have parted"
     job.note("longest", str(longest))
     bps.shutdown()
 
@@ -196,7 +196,7 @@ def dies(job: Job) -> None:
     tries = Pair(job, "adamw", torch.bfloat16, "tries", max_norm=1e6)
     begin(job, tries, first_life=life == 0)
     with job.check(f"life {life}: step 1"):
-        assert fingerprint(tries.mine) == expected[1]
+        assert fingerprint(tries.parameters) == expected[1]
     fails = FAILS if job.args["server"] else FAILS_WITHOUT_A_RANK
     for step in range(2, STEPS):
         try:
@@ -208,15 +208,15 @@ def dies(job: Job) -> None:
             # All of its parameters must be those of the step before.
             with job.check(f"life {life}: step {step} failed"):
                 assert phase is not None and step in fails[phase]
-                assert fingerprint(tries.mine) == expected[step - 1]
+                assert fingerprint(tries.parameters) == expected[step - 1]
             job.note(f"error{life}", str(error))
             break
         with job.check(f"life {life}: step {step}"):
-            assert fingerprint(tries.mine) == expected[step]
+            assert fingerprint(tries.parameters) == expected[step]
     else:
         with job.check(f"life {life}: it lives"):
             assert phase is None
-    job.note(f"left{life}", fingerprint(tries.mine))
+    job.note(f"left{life}", fingerprint(tries.parameters))
     bps.shutdown()
 
 
@@ -230,7 +230,7 @@ def write_expected(job: Job) -> None:
     expected = []
     for step in range(STEPS):
         make_step(waits, step)
-        expected.append(fingerprint(waits.mine))
+        expected.append(fingerprint(waits.parameters))
     (job.folder / f"expected.{job.rank}").write_text(json.dumps(expected))
 
 
@@ -240,15 +240,17 @@ def begin(job: Job, pair: Pair, *, first_life: bool) -> None:
     if not first_life:
         saved = torch.load(checkpoint)
         with torch.no_grad():
-            for mine, other in zip(pair.mine, saved["parameters"], strict=True):
-                mine.copy_(other)
+            for parameter, other in zip(pair.parameters, saved["parameters"], strict=True):
+                parameter.copy_(other)
         pair.served.load_state_dict(saved["state"])
         return
     for step in range(2):
         make_step(pair, step)
     if job.rank == 0:
         state = pair.served.state_dict()
-        torch.save({"state": state, "parameters": [p.detach() for p in pair.mine]}, checkpoint)
+        torch.save(
+            {"state": state, "parameters": [p.detach() for p in pair.parameters]}, checkpoint
+        )
 
 
 def step_and_kill(job: Job, pair: Pair, phase: str) -> None:

@@ -93,9 +93,9 @@ def profiled(job: Job) -> None:
     wanted = ["byteps.push_pull weight", "byteps.wait weight", "byteps.push ", "byteps.wait param"]
     for name in wanted:
         with job.check(f"torch.profiler shows {name!r}"):
-            assert any(one.startswith(name) for one in names), sorted(names)
+            assert any(range_name.startswith(name) for range_name in names), sorted(names)
         with job.check(f"NVTX shows {name!r}"):
-            assert any(one.startswith(name) for one in ranges.begun), ranges.begun
+            assert any(range_name.startswith(name) for range_name in ranges.begun), ranges.begun
     with job.check("each range has an end"):
         assert ranges.open == 0
     bps.shutdown()

@@ -52,8 +52,8 @@ def distributed(job: Job) -> None:
     trained = model(job, job.rank)
     with job.check("broadcast_parameters"):
         bps.broadcast_parameters(trained.state_dict(), root_rank=1)
-        for mine, root in zip(trained.parameters(), model(job, 1).parameters(), strict=True):
-            assert torch.equal(mine, root)
+        for parameter, root in zip(trained.parameters(), model(job, 1).parameters(), strict=True):
+            assert torch.equal(parameter, root)
     expected = [p.detach().clone() for p in trained.parameters()]
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(trained.parameters(), lr=RATE),
@@ -66,8 +66,8 @@ def distributed(job: Job) -> None:
         expected[0] -= RATE * mean_batch(job, step).expand(2, 3)
         expected[1] -= RATE
         with job.check(f"step {step}"):
-            for mine, wanted in zip(trained.parameters(), expected, strict=True):
-                assert torch.equal(mine, wanted), (mine, wanted)
+            for parameter, wanted in zip(trained.parameters(), expected, strict=True):
+                assert torch.equal(parameter, wanted), (parameter, wanted)
     bps.shutdown()
 
 
@@ -132,9 +132,9 @@ def state(job: Job) -> None:
     (reference(batch(job, 0, 0)) ** 2).sum().backward()
     root.step()
     with job.check("the root's moments"):
-        for mine, wanted in zip(optimizer.state.values(), root.state.values(), strict=True):
+        for state_of, wanted in zip(optimizer.state.values(), root.state.values(), strict=True):
             for key in ("exp_avg", "exp_avg_sq", "step"):
-                assert torch.equal(mine[key], wanted[key]), key
+                assert torch.equal(state_of[key], wanted[key]), key
     with job.check("they had differed"):
         same = all(
             torch.equal(a, s["exp_avg"]) for a, s in zip(own, root.state.values(), strict=True)
@@ -172,10 +172,10 @@ def broadcasts(job: Job) -> None:
         with job.check(kind):
             trained = model(job, job.rank)
             bps.broadcast_parameters(getattr(trained, kind)(), root, prefix=kind)
-            for mine, theirs in zip(
+            for parameter, theirs in zip(
                 trained.parameters(), model(job, root).parameters(), strict=True
             ):
-                assert torch.equal(mine, theirs)
+                assert torch.equal(parameter, theirs)
     with job.check("objects"):
         for value in ({"rank": job.rank}, [job.rank] * 1000, None):
             got = bps.broadcast_object(value, root)
@@ -276,9 +276,9 @@ def equals_torch(job: Job) -> None:
     for every, lr, momentum in ((1, 0.7, 0.9), (5, 0.7, 0.9), (4, 1.0, 0.0)):
         name = f"every {every} lr {lr}"
         with job.check(name):
-            want, mine = Reference(job.size, lr, momentum), Replica(job.rank)
+            want, replica = Reference(job.size, lr, momentum), Replica(job.rank)
             steps = LocalSteps(
-                mine.parameters,
+                replica.parameters,
                 every=every,
                 lr=lr,
                 momentum=momentum,
@@ -287,12 +287,14 @@ def equals_torch(job: Job) -> None:
             )
             for number in range(1, 14):
                 want.step()
-                mine.step()
+                replica.step()
                 assert steps.step() == (number % every == 0)
                 if number % every == 0:
                     want.exchange()
-                    torch.testing.assert_close(mine.flat, want.outer, rtol=0, atol=2e-6)
-            torch.testing.assert_close(mine.flat, want.replicas[job.rank].flat, rtol=0, atol=2e-6)
+                    torch.testing.assert_close(replica.flat, want.outer, rtol=0, atol=2e-6)
+            torch.testing.assert_close(
+                replica.flat, want.replicas[job.rank].flat, rtol=0, atol=2e-6
+            )
     bps.shutdown()
 
 
@@ -301,25 +303,25 @@ def fragments(job: Job) -> None:
     kept."""
     bps.init()
     with job.check("fragments and delay"):
-        mine = Replica(job.rank)
+        replica = Replica(job.rank)
         steps = LocalSteps(
-            mine.parameters, every=6, lr=1.0, momentum=0.0, delay=2, fragments=2, name="f"
+            replica.parameters, every=6, lr=1.0, momentum=0.0, delay=2, fragments=2, name="f"
         )
         changed = []
         for number in range(1, 14):
-            before = mine.flat
-            mine.step()
-            learned = mine.flat
+            before = replica.flat
+            replica.step()
+            learned = replica.flat
             if steps.step():
                 changed.append(number)
                 # With lr 1, each replica moves to the mean of the pushed values, and keeps later
                 # updates.
-                assert not torch.equal(mine.flat, learned)
+                assert not torch.equal(replica.flat, learned)
             assert not torch.equal(before, learned)
         assert changed == [5, 8, 11], changed
     with job.check("all alike after an exchange of everything"):
         steps.exchange()
-        assert _alike(job, mine.flat, "exchange")
+        assert _alike(job, replica.flat, "exchange")
         state = steps.state_dict()
         assert state["steps"] == 13
     with job.check("a state goes on where it was"):
@@ -328,13 +330,13 @@ def fragments(job: Job) -> None:
             other.parameters, every=6, lr=1.0, momentum=0.0, delay=2, fragments=2, name="again"
         )
         again.load_state_dict(state)
-        assert torch.equal(other.flat, mine.flat)
+        assert torch.equal(other.flat, replica.flat)
         for number in range(7):
-            gradient = torch.full_like(mine.flat, 0.01 * (job.rank + 1) * (number + 1))
-            for one, local in ((mine, steps), (other, again)):
-                one.put(one.flat - gradient)
+            gradient = torch.full_like(replica.flat, 0.01 * (job.rank + 1) * (number + 1))
+            for trained_replica, local in ((replica, steps), (other, again)):
+                trained_replica.put(trained_replica.flat - gradient)
                 local.step()
-            assert torch.equal(other.flat, mine.flat)
+            assert torch.equal(other.flat, replica.flat)
     bps.shutdown()
 
 
@@ -361,12 +363,12 @@ def momentum_keeps_members_alike(job: Job) -> None:
     """Exchange with momentum in bf16: all members add the same rounded differences."""
     bps.init()
     with job.check("bf16"):
-        mine = Replica(job.rank)
-        steps = LocalSteps(mine.parameters, every=3, name="bf16")
+        replica = Replica(job.rank)
+        steps = LocalSteps(replica.parameters, every=3, name="bf16")
         for _ in range(12):
-            mine.step()
+            replica.step()
             if steps.step():
-                assert _alike(job, mine.flat, "bf16")
+                assert _alike(job, replica.flat, "bf16")
     bps.shutdown()
 
 

@@ -64,7 +64,7 @@ def _spawned(local_rank: int, args: dict[str, Any]) -> None:
     rank = args["first"] + local_rank
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": args["ranks"]}
     numbers |= {"WORLD_SIZE": args["size"]}
-    os.environ.update({name: str(numbers[name]) for name in args.get("told", ())})
+    os.environ.update({name: str(numbers[name]) for name in args.get("given", ())})
     init = {"rank": rank, "world_size": args["size"], "init_method": args["init_method"]}
     train(init if args["init_method"] else {})
 

@@ -40,9 +40,9 @@ def _key(endpoint: Endpoint) -> tuple[str, str, int]:
     return endpoint["peer"], endpoint["plane"], endpoint["index"]
 
 
-def total(found: list[Endpoint], plane: str, name: str, peers: str = "") -> int:
+def total(endpoints: list[Endpoint], plane: str, name: str, peers: str = "") -> int:
     """Sum a counter over a plane's endpoints to peers whose name contains `peers`."""
-    return sum(e[name] for e in found if e["plane"] == plane and peers in e["peer"])
+    return sum(e[name] for e in endpoints if e["plane"] == plane and peers in e["peer"])
 
 
 def sizes(job: Job) -> None:
@@ -214,8 +214,8 @@ def rounds(job: Job) -> None:
 
     def held() -> dict[str, int]:
         gc.collect()
-        mine = {"files": _open_files()}
-        return {**mine, **(registered(os.getpid()) if job.args["rdma"] else {})}
+        own = {"files": _open_files()}
+        return {**own, **(registered(os.getpid()) if job.args["rdma"] else {})}
 
     def turn(round_: int) -> None:
         # Sizes are permuted, so that the allocator reuses another tensor's address.
@@ -271,13 +271,13 @@ def once(job: Job) -> None:
             for number, bucket in enumerate(buckets):
                 turn(bucket, f"once.{number}", round_)
         # The pool may grow by a few buffers, which it keeps; no message used them.
-        kept = registered(os.getpid())["mr"]
-        assert made() - before == kept - held, (made() - before, kept - held)
+        registrations = registered(os.getpid())["mr"]
+        assert made() - before == registrations - held, (made() - before, registrations - held)
     with job.check("memory that is freed is let go of"):
         del bucket, buckets, buffer
         gc.collect()
         left = registered(os.getpid())["mr"]
-        assert left == kept - 1, (kept, left)
+        assert left == registrations - 1, (registrations, left)
     with job.check("memory that is resized is let go of, and right when it comes back"):
         resized = torch.zeros(count)
         for round_ in range(3):

@@ -209,8 +209,8 @@ class Served(Replica):
         members.take_missing()
         sent = values_of(self.number, self.life, step)
         scale = CLIPPED if step % 2 else 1.0
-        asked = Step(step + 1, scale, False, [(1.0, 0.0)])
-        landed = self.update(step, sent, asked)
+        update_step = Step(step + 1, scale, False, [(1.0, 0.0)])
+        landed = self.update(step, sent, update_step)
         self.may_die("answered", step)
         missing = members.take_missing()
         self.check_sum((self.parameters - landed) / scale, step, missing)
@@ -218,19 +218,19 @@ class Served(Replica):
         if missing:
             self.log.append({"step": step, "missing": sorted(missing)})
 
-    def update(self, step: int, sent: torch.Tensor, asked: Step) -> torch.Tensor:
+    def update(self, step: int, sent: torch.Tensor, update_step: Step) -> torch.Tensor:
         landed, tensor = torch.empty(LENGTH), self.tensor
         if step % 4 == 1:
             handle = tensor.push_norm(sent)
         elif step % 4 == 0 and step % 8:
-            handle = tensor.push_step(sent, landed, asked)
+            handle = tensor.push_step(sent, landed, update_step)
         else:
-            handle = tensor.push_try(sent, landed, asked._replace(scale=1.0))
+            handle = tensor.push_try(sent, landed, update_step._replace(scale=1.0))
         self.may_die("pushed", step)
         tensor.wait(handle)
         self.may_die("told", step)
-        if asked.scale != 1.0:
-            tensor.wait(tensor.step(landed, asked))
+        if update_step.scale != 1.0:
+            tensor.wait(tensor.step(landed, update_step))
         elif step % 4 != 0 or step % 8 == 0:
             tensor.keep()
         return landed

@@ -54,11 +54,11 @@ def mean_gradient(job: Job, step: int, index: int, dtype: torch.dtype) -> torch.
     return (total / job.size).to(dtype).float()
 
 
-def groups_of(some: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+def groups_of(trained: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
     """Return two groups: weights, which decay, and biases, which do not and have half the rate."""
     return [
-        {"params": [p for p in some if p.dim() > 1], "weight_decay": 0.1, "scale": 1.0},
-        {"params": [p for p in some if p.dim() == 1], "weight_decay": 0.0, "scale": 0.5},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1, "scale": 1.0},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0, "scale": 0.5},
     ]
 
 
@@ -67,22 +67,22 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
         group["lr"] = 0.01 * group["scale"] / (1 + step)
 
 
-def set_gradients(job: Job, mine: list[torch.nn.Parameter], step: int) -> None:
-    for index, parameter in enumerate(mine):
+def set_gradients(job: Job, trained: list[torch.nn.Parameter], step: int) -> None:
+    for index, parameter in enumerate(trained):
         assert parameter.grad is not None
         parameter.grad.copy_(gradient(job.rank, step, index))
 
 
-def fingerprint(some: list[torch.nn.Parameter]) -> str:
+def fingerprint(trained: list[torch.nn.Parameter]) -> str:
     digest = hashlib.sha256()
-    for parameter in some:
+    for parameter in trained:
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def demand_same(job: Job, name: str, some: list[torch.nn.Parameter]) -> None:
+def demand_same(job: Job, name: str, trained: list[torch.nn.Parameter]) -> None:
     """Record the bits; the test checks that they are equal on every rank."""
-    job.note(f"bits.{name}", fingerprint(some))
+    job.note(f"bits.{name}", fingerprint(trained))
 
 
 class Pair:
@@ -91,9 +91,9 @@ class Pair:
     def __init__(self, job: Job, kind: str, dtype: torch.dtype, name: str, **options: Any) -> None:
         self.job, self.dtype = job, dtype
         # Different on each rank; rank 0's are used.
-        self.mine = parameters(job.rank, dtype, device_of(job))
+        self.parameters = parameters(job.rank, dtype, device_of(job))
         self.served = ServerOptimizer(
-            TORCHS[kind](groups_of(self.mine), **OPTIONS[kind]),
+            TORCHS[kind](groups_of(self.parameters), **OPTIONS[kind]),
             name=name,
             bucket_bytes=8192,  # Several buckets.
             **options,
@@ -106,9 +106,9 @@ class Pair:
         self.served.zero_grad()
         for optimizer in (self.served, self.torchs):
             set_rates(optimizer, step)
-        set_gradients(self.job, self.mine, step)
+        set_gradients(self.job, self.parameters, step)
         if spoil and self.job.rank == 1:
-            spoilt = self.mine[2].grad
+            spoilt = self.parameters[2].grad
             assert spoilt is not None
             spoilt[3, 5] = math.nan
         for index, parameter in enumerate(self.exact):
@@ -120,12 +120,12 @@ class Pair:
             self.torchs.step()
 
     def demand_equal(self) -> None:
-        for parameter, exact in zip(self.mine, self.exact, strict=True):
-            mine = parameter.detach().cpu()
+        for parameter, exact in zip(self.parameters, self.exact, strict=True):
+            value = parameter.detach().cpu()
             if self.dtype == torch.float32:
-                torch.testing.assert_close(mine, exact.detach(), **CLOSE)
+                torch.testing.assert_close(value, exact.detach(), **CLOSE)
             else:  # Values may be rounded to the neighbouring number.
-                torch.testing.assert_close(mine.float(), exact.detach(), rtol=4e-3, atol=1e-6)
+                torch.testing.assert_close(value.float(), exact.detach(), rtol=4e-3, atol=1e-6)
 
     def demand_equal_state(self) -> None:
         """Compare the state on the servers: fp32 for any parameter type."""
@@ -147,15 +147,15 @@ def updates(job: Job) -> None:
             name = f"{kind} {str(dtype).removeprefix('torch.')}"
             pair = Pair(job, kind, dtype, name)
             with job.check(f"{name}: the parameters of rank 0"):
-                for mine, other in zip(pair.mine, parameters(0, dtype), strict=True):
-                    assert torch.equal(mine.cpu(), other)
+                for parameter, other in zip(pair.parameters, parameters(0, dtype), strict=True):
+                    assert torch.equal(parameter.cpu(), other)
             for step in range(STEPS):
                 with job.check(f"{name}: step {step}"):
                     pair.step(step)
                     pair.demand_equal()
             with job.check(f"{name}: state"):
                 pair.demand_equal_state()
-            demand_same(job, name, pair.mine)
+            demand_same(job, name, pair.parameters)
             with job.check(f"{name}: goes on"):
                 goes_on(job, kind, dtype, name, pair)
 
@@ -165,13 +165,13 @@ def goes_on(job: Job, kind: str, dtype: torch.dtype, name: str, pair: Pair) -> N
     saved = pair.served.state_dict()
     again = Pair(job, kind, dtype, f"{name} again")
     with torch.no_grad():
-        for mine, other in zip(again.mine, pair.mine, strict=True):
-            mine.copy_(other)
+        for parameter, other in zip(again.parameters, pair.parameters, strict=True):
+            parameter.copy_(other)
     again.served.load_state_dict(saved)
-    for one in (pair, again):
-        one.step(STEPS)
-    for mine, other in zip(again.mine, pair.mine, strict=True):
-        assert torch.equal(mine, other)
+    for each in (pair, again):
+        each.step(STEPS)
+    for parameter, other in zip(again.parameters, pair.parameters, strict=True):
+        assert torch.equal(parameter, other)
     if dtype == torch.float32:  # torch keeps no fp32 copy of other types.
         alone = [torch.nn.Parameter(p.detach().clone()) for p in pair.exact]
         optimizer = TORCHS[kind](groups_of(alone), **OPTIONS[kind])
@@ -186,21 +186,21 @@ def clipped(job: Job) -> None:
         pair = Pair(job, "adamw", torch.float32, f"clip {max_norm}", max_norm=max_norm)
         for step in range(STEPS):
             spoil = step == 2
-            before = fingerprint(pair.mine)
+            before = fingerprint(pair.parameters)
             with job.check(f"clip {max_norm}: step {step}"):
                 pair.step(step, spoil)
-                found = pair.served.last_norm
-                assert found is not None
+                norm = pair.served.last_norm
+                assert norm is not None
                 if spoil:
-                    assert math.isnan(found) and fingerprint(pair.mine) == before
+                    assert math.isnan(norm) and fingerprint(pair.parameters) == before
                 else:
-                    assert math.isclose(found, float(pair.norm), rel_tol=1e-5), pair.norm
-                    assert (found > max_norm) == (max_norm == 1.0)
+                    assert math.isclose(norm, float(pair.norm), rel_tol=1e-5), pair.norm
+                    assert (norm > max_norm) == (max_norm == 1.0)
                 pair.demand_equal()
         with job.check(f"clip {max_norm}: counts"):
             assert (pair.served.steps, pair.served.skipped_steps) == (STEPS - 1, 1)
             pair.demand_equal_state()
-        demand_same(job, f"clip {max_norm}", pair.mine)
+        demand_same(job, f"clip {max_norm}", pair.parameters)
     with job.check_raises("clip", ValueError, "'speculate' or 'wait', not 'clip'"):
         ServerOptimizer(torch.optim.AdamW(parameters(0, torch.float32)), clip="clip")
     counted(job)
@@ -232,7 +232,7 @@ def speculates(job: Job) -> None:
                     pair.served.max_norm = 1.0 if clips(step) else 1e6
                     pair.step(step, step == SPOILED)
                 with job.check(f"{name}, {kind}: step {step}"):
-                    tried, waited = (fingerprint(pair.mine) for pair in pairs)
+                    tried, waited = (fingerprint(pair.parameters) for pair in pairs)
                     assert tried == waited
                 if step % 3 == 0:
                     with job.check(f"{name}, {kind}: state after step {step}"):
@@ -242,16 +242,16 @@ def speculates(job: Job) -> None:
                 assert (served.tried_steps, served.redone_steps) == counts, counts
                 assert pairs[1].served.tried_steps == 0
                 assert served.skipped_steps == 1
-                gradients = [p.grad for p in pairs[0].mine if p.grad is not None]
-                assert len(gradients) == len(pairs[0].mine)
+                gradients = [p.grad for p in pairs[0].parameters if p.grad is not None]
+                assert len(gradients) == len(pairs[0].parameters)
                 assert all(gradient.count_nonzero() == 0 for gradient in gradients)
-            demand_same(job, f"{name} {kind}", pairs[0].mine)
+            demand_same(job, f"{name} {kind}", pairs[0].parameters)
 
 
 def demand_equal_states(pairs: list[Pair]) -> None:
     tried, waited = (pair.served.state_dict()["state"] for pair in pairs)
-    for index, one in tried.items():
-        for slot, values in one.items():
+    for index, state_of in tried.items():
+        for slot, values in state_of.items():
             assert torch.equal(values, waited[index][slot]), (index, slot)
 
 
@@ -279,9 +279,12 @@ def counted(job: Job) -> None:
             # The first sum is 0, and so are sums that do not count.
             assert served.zeros == 1, served.zeros
         with job.check(f"squares, spoiled: {spoil}"):
-            found = sum(served.squares)
+            sum_of_squares = sum(served.squares)
             wanted = math.nan if spoil else total.square().sum().item()
-            assert math.isnan(found) if spoil else math.isclose(found, wanted), (found, wanted)
+            assert math.isnan(sum_of_squares) if spoil else math.isclose(sum_of_squares, wanted), (
+                sum_of_squares,
+                wanted,
+            )
         served.wait(served.step(gradients, Step(1, 1.0, True, [(0.1, 0.0)])))
 
 
@@ -301,7 +304,7 @@ def keeps_memory(job: Job) -> None:
     handle = served.push_step(gradients, landing, Step(1, 1.0, False, [(0.5, 0.0)]))
     del gradients, landing
     with job.check("while it is under way"):
-        assert all(one() is not None for one in left)
+        assert all(reference() is not None for reference in left)
     arrived = left[1]()
     served.wait(handle)
     with job.check("what came down"):
@@ -309,7 +312,7 @@ def keeps_memory(job: Job) -> None:
         assert arrived is not None and arrived.eq(-0.5 * mean).all()
     del arrived
     with job.check("afterwards"):
-        assert all(one() is None for one in left)
+        assert all(reference() is None for reference in left)
 
 
 def interrupted(job: Job) -> None:
@@ -345,8 +348,8 @@ def loads(job: Job) -> None:
     shape["state"][1]["exp_avg"] = torch.zeros(3, 4)
     shape["param_groups"][0]["lr"] = 7.0
     option["param_groups"][1]["betas"] = (0.5, 0.5)
-    told = r"exp_avg of parameter 1 has the shape \(3, 4\), the parameter"
-    with job.check_raises("a shape", ValueError, told):
+    message = r"exp_avg of parameter 1 has the shape \(3, 4\), the parameter"
+    with job.check_raises("a shape", ValueError, message):
         pair.served.load_state_dict(shape)
     with job.check_raises("an option", ValueError, "changed in more than"):
         pair.served.load_state_dict(option)
@@ -391,11 +394,11 @@ def names(job: Job) -> None:
     with job.check("another name"):
         second.step()
     # Only rank 1 keeps a reference. The other ranks have collected their optimizer.
-    kept = [second] if job.rank == 1 else []
+    named = [second] if job.rank == 1 else []
     del second
     with job.check_raises("alive on one rank", ValueError, "in use on 1 of .* 3 ranks"):
         _made(job, name="second")
-    for served in kept:
+    for served in named:
         served.close()
     with job.check("closed there"):
         _made(job, name="second").step()
@@ -441,9 +444,9 @@ def disagree(job: Job) -> None:
     checkpoint."""
     bps.init()
     for max_norm in (None, 1.0):
-        mine = parameters(0, torch.float32)
+        trained = parameters(0, torch.float32)
         served = ServerOptimizer(
-            torch.optim.SGD(mine, lr=0.5 + job.rank), name=f"rates {max_norm}", max_norm=max_norm
+            torch.optim.SGD(trained, lr=0.5 + job.rank), name=f"rates {max_norm}", max_norm=max_norm
         )
         served.zero_grad()
         said = r"disagree on a step of .*worker [01] asks for step 1 with learning rates [01]\.5"
@@ -460,22 +463,22 @@ def disagree(job: Job) -> None:
 def refused(job: Job) -> None:
     """Unsupported options, and too little memory."""
     bps.init()
-    mine = parameters(0, torch.float32)
+    trained = parameters(0, torch.float32)
     unknown: tuple[tuple[str, Any, dict[str, Any], str], ...] = (
         ("another optimizer", torch.optim.Adam, {}, "AdamW and SGD do, not as Adam"),
         ("an option", torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
     )
     for name, kind, options, pattern in unknown:
         with job.check_raises(name, ValueError, pattern):
-            ServerOptimizer(kind(mine, lr=0.1, **options))
+            ServerOptimizer(kind(trained, lr=0.1, **options))
     with job.check_raises("a type", ValueError, "number 0 .*float64"):
         ServerOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3).double())]))
     pattern = r"too little memory for the optimizer state of 'big/0': it needs \d+ bytes"
     with job.check_raises("memory", bps.BytePSError, pattern + ".*BYTEPS_SERVER_STATE_BYTES"):
-        ServerOptimizer(torch.optim.AdamW(mine), name="big")
+        ServerOptimizer(torch.optim.AdamW(trained), name="big")
     with job.check("what fits"):
         assert os.environ["BYTEPS_SERVER_STATE_BYTES"] == "40000"
-        served = ServerOptimizer(torch.optim.SGD(mine, lr=0.1), name="small")
+        served = ServerOptimizer(torch.optim.SGD(trained, lr=0.1), name="small")
         with job.check_raises("a group that changed", ValueError, "changed in more than"):
             served.param_groups[0]["momentum"] = 0.5
             served.step()

@@ -138,12 +138,12 @@ def wire(job: Job) -> None:
                     values.demand_exact(given, want)
             with job.check(f"{name}, rounded before and after"):
                 inputs = [values.random_input(count, r, name, 0, dtype) for r in ranks]
-                mine = inputs[job.rank].clone()
+                summed = inputs[job.rank].clone()
                 random_name = f"{name}, random"
-                bps.push_pull_inplace(mine, name=random_name, wire_dtype=half_dtype)
-                assert torch.equal(mine.to(half_dtype).to(mine.dtype), mine)
+                bps.push_pull_inplace(summed, name=random_name, wire_dtype=half_dtype)
+                assert torch.equal(summed.to(half_dtype).to(summed.dtype), summed)
                 rounded = [given.to(half_dtype) for given in inputs]
-                values.demand_rounded_sum(mine, rounded, half, average=True)
+                values.demand_rounded_sum(summed, rounded, half, average=True)
             with job.check(f"{name}, a part"):
                 given = values.exact_input(count, job.rank, name, 3, dtype)
                 got, part = given.clone(), (17, 4000 + job.rank)
@@ -264,11 +264,11 @@ def disjoint(job: Job) -> None:
         "all": [everyone],
     }
     # All groups of a layout share a name; each rank is in one of them.
-    mine = {
+    own_groups = {
         label: next(group for group in groups if job.rank in group)
         for label, groups in layouts.items()
     }
-    for label, group in mine.items():
+    for label, group in own_groups.items():
         for average in (False, True):
             name = f"{label}, {'average' if average else 'sum'}"
             with job.check(name):
@@ -278,7 +278,7 @@ def disjoint(job: Job) -> None:
         waiting = [
             (start(f"{label}, sum", group, round_), f"{label}, sum", group, round_)
             for round_ in range(3, 6)
-            for label, group in mine.items()
+            for label, group in own_groups.items()
         ]
         for handle, name, group, round_ in reversed(waiting):
             demand(handle, name, group, round_)
@@ -287,7 +287,7 @@ def disjoint(job: Job) -> None:
         name = "everyone"
         demand(start(name, everyone if job.rank % 2 else None, 7), name, everyone, 7)
     with job.check("the order of ranks in a group does not matter"):
-        name, group = "order", mine["neighbours"]
+        name, group = "order", own_groups["neighbours"]
         demand(start(name, group if job.rank % 2 else group[::-1], 8), name, group, 8)
     with job.check("a name stays with its group"):
         # Rank 0 has used it with [0, 1]: the key of [0, 2] would be the same.
@@ -371,7 +371,7 @@ def far_ahead(job: Job) -> None:
     given = [torch.tensor([float(3 * round_ + job.rank)]) for round_ in range(rounds)]
     if job.rank == 1:
         job.wait_go("begin")
-    handles = [bps.byteps_push_pull(one, False, "shared") for one in given]
+    handles = [bps.byteps_push_pull(summed, False, "shared") for summed in given]
     if job.rank == 0:
         job.mark("begun")
     with job.check("all sums"):

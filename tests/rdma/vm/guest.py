@@ -234,12 +234,12 @@ def compiled(modules: Sequence[str], path: Sequence[Path] = ()) -> dict[str, str
     imported here.
     """
     env = {"PYTHONPYCACHEPREFIX": str(FOLDER)}
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     more = {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
     ended = captured(
         [sys.executable, "-c", f"import {', '.join(modules)}"],
         IMPORT_S,
-        env={**kept, **env, **more},
+        env={**inherited, **env, **more},
     )
     if ended.returncode != 0:
         raise VmError(f"{', '.join(modules)} cannot be imported here:\n{ended.stderr[-2000:]}")

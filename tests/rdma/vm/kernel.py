@@ -82,11 +82,11 @@ def find_kernel() -> Kernel:
             return _open(folder)
         except VmError as error:
             # Without a network, the last kernel that worked is used.
-            kept = sorted(store.glob("linux-*"), key=lambda path: path.stat().st_mtime)
-            if not kept:
+            stored = sorted(store.glob("linux-*"), key=lambda path: path.stat().st_mtime)
+            if not stored:
                 raise
-            print(f"note: the guest runs {kept[-1].name}, kept from before: {error}")
-            return _open(kept[-1])
+            print(f"note: the guest runs {stored[-1].name}, kept from before: {error}")
+            return _open(stored[-1])
 
 
 def _open(folder: Path) -> Kernel:
