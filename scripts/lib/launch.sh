@@ -1,4 +1,5 @@
-# shellcheck shell=bash Functions that scheduler.sh, server.sh and worker.sh share. They source this file.
+# shellcheck shell=bash
+# Functions that scheduler.sh, server.sh and worker.sh share. They source this file.
 
 readonly EXIT_USAGE=2
 

@@ -1,4 +1,5 @@
-# shellcheck shell=bash Functions for scripts that build and pack: Python, uv and system packages of this machine,
+# shellcheck shell=bash
+# Functions for scripts that build and pack: Python, uv and system packages of this machine,
 # sources of a library, and the cache. The scripts source this file.
 
 # keep NEW KEPT: moves a complete folder to its name in the cache. Several setups may do this at the same time. A later
@@ -225,8 +226,8 @@ setup_images() { setup_more "$image_needs"; }
 setup_slurm() { setup_more "$slurm_needs"; }
 setup_valgrind() { setup_more "$valgrind_needs"; }
 
-# ---- the sources of libsodium, which is compiled into the shipped files Signed source packages of the distribution
-# have them, so no URL is needed here.
+# ---- the sources of libsodium, which is compiled into the shipped files
+# Signed source packages of the distribution have them, so no URL is needed here.
 
 distribution() { (. /etc/os-release && echo "$ID-$VERSION_ID"); }
 
