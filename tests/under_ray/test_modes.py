@@ -16,14 +16,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 import torch
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
 from bench.ray_failures.cases import ENVIRONMENT, MODEL
 from bench.ray_failures.nodes import SCRIPT
-from megatron_byteps_ray.cluster import Metrics, Pool
+from megatron_byteps_ray.__main__ import parse
+from megatron_byteps_ray.cluster import Metrics, Pool, resources
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.profiling import Profile, merge
 from megatron_byteps_ray.settings import Settings
@@ -399,3 +409,41 @@ def test_a_job_that_fails_says_so(head: str, run_dir: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "error: failed 1 times in a row without a step" in done.stdout
     assert "the entry 'nosuch.py' is no file on this machine" in done.stdout
+
+
+# deploy/ray: the machines that Ray's autoscaler brings for a job.
+
+
+MANIFESTS = {
+    name: yaml.safe_load((ROOT / f"deploy/ray/{name}.yaml").read_text())
+    for name in ("raycluster", "rayjob", "job")
+}
+MANIFESTS["raycluster"]["metadata"]["namespace"] = "default"
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    [MANIFESTS["rayjob"]["spec"]["entrypoint"], MANIFESTS["job"]["entrypoint"]],
+    ids=["kuberay", "anyscale"],
+)
+@pytest.mark.parametrize(("spares", "machines"), [(0, 2), (8, 3)])
+def test_the_autoscaler_brings_a_job_s_machines(
+    entrypoint: str, spares: int, machines: int
+) -> None:
+    config = AutoscalingConfig(
+        _derive_autoscaling_config_from_ray_cr(MANIFESTS["raycluster"]), skip_content_hash=True
+    )
+    settings = parse([f"--spares={spares}", *entrypoint.split()[3:]]).settings
+    server, rank = resources(settings)
+    bundles = [server] * (settings.servers + 1) + [rank] * (settings.ranks + settings.spares)
+    group = GangResourceRequest(requests=[ResourceRequestUtil.make(one) for one in bundles])
+    asked = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=config.get_node_type_configs(),
+        max_num_nodes=config.get_max_num_nodes(),
+        gang_resource_requests=[group],
+    )
+    brought = ResourceDemandScheduler(MagicMock()).schedule(asked)
+    assert not brought.infeasible_gang_resource_requests
+    launches = {one.instance_type: one.count for one in brought.to_launch}
+    assert launches == {"training": machines, "servers": 2}

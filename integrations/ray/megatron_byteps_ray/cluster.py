@@ -152,6 +152,17 @@ class Slot:
     """Number of times that its rank failed by itself."""
 
 
+def resources(settings: Settings) -> tuple[dict[str, float], dict[str, float]]:
+    """Return Ray's resources of the scheduler or a server, and of a rank's actor."""
+    server = {"CPU": settings.server_cpus}
+    if settings.server_resource:
+        server[settings.server_resource] = 1.0
+    rank = {"CPU": settings.cpus_per_rank}
+    if settings.gpus_per_rank:
+        rank["GPU"] = settings.gpus_per_rank
+    return server, rank
+
+
 class Pool:
     """The actors of a job (see the module). Not thread-safe."""
 
@@ -179,12 +190,7 @@ class Pool:
             JobError: resources are missing, or an actor fails to import a module.
         """
         settings = self._settings
-        server = {"CPU": settings.server_cpus}
-        if settings.server_resource:
-            server[settings.server_resource] = 1.0
-        rank = {"CPU": settings.cpus_per_rank}
-        if settings.gpus_per_rank:
-            rank["GPU"] = settings.gpus_per_rank
+        server, rank = resources(settings)
         count = self._count
         bundles = [server] * self._byteps_bundles + [rank] * count
         self._group = placement_group(bundles, strategy="PACK")
