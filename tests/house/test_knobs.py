@@ -43,6 +43,7 @@ _READERS = {
     "integrations/rl/megatron_byteps_rl/engines.py": "variables of verl and CUDA",
     "integrations/rl/megatron_byteps_rl/metrics_file.py": "variables of verl",
     "integrations/rl/megatron_byteps_rl/plugin.py": "variables of verl",
+    "integrations/rl/megatron_byteps_rl/store.py": "variables of the storage client",
     "integrations/rl/megatron_byteps_rl/warm_worker.py": "variables of verl and CUDA",
 }
 """Files that read or set variables of this process, and the reason why the table cannot."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 from urllib.request import Request, urlopen
@@ -80,7 +83,9 @@ class Transfers:
                 self._in_flight[name] -= 1
 
 
-BUCKET = "checkpoints"
+PAGE = Path(__file__).resolve().parents[2] / "docs/use/ray.md"
+BUCKET = "my-bucket"
+"""Name of the buckets on that page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +93,20 @@ class Bucket:
     """An empty bucket and its access data."""
 
     profile: dict[str, Any]
-    """Profile of Megatron's storage client."""
+    """Profile of Megatron's storage client, as the documentation has it."""
+    environment: dict[str, str]
+    """Variables with the endpoint and credentials."""
     names: Callable[[], list[str]]
     """Lists the names of all objects."""
     read: Callable[[str], bytes]
+
+
+def documented(kind: str) -> dict[str, Any]:
+    """Return the profile of this type on the page about Ray."""
+    (block,) = re.findall(r"^```json\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    profiles = json.loads(block)["profiles"].values()
+    (found,) = [one for one in profiles if one["storage_provider"]["type"] == kind]
+    return found
 
 
 @contextmanager
@@ -106,20 +121,24 @@ def s3(transfers: Transfers | None = None) -> Iterator[Bucket]:
         url = f"http://{host}:{port}"
         # All servers of a process share the same objects.
         urlopen(Request(f"{url}/moto-api/reset", method="POST")).close()
-        where = {"endpoint_url": url, "region_name": "us-east-1"}
-        keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
-        client = boto3.client("s3", **where, **keys)
+        environment = {"AWS_ENDPOINT_URL_S3": url, "AWS_DEFAULT_REGION": "us-east-1"}
+        environment |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+        client = boto3.client(
+            "s3",
+            endpoint_url=url,
+            region_name="us-east-1",
+            aws_access_key_id="any",
+            aws_secret_access_key="any",
+        )
         client.create_bucket(Bucket=BUCKET)
-        provider = {"type": "s3", "options": {"base_path": BUCKET, **where}}
-        options = {"access_key": "any", "secret_key": "any"}
-        credentials = {"type": "S3Credentials", "options": options}
 
         def names() -> list[str]:
             pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
             return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
         yield Bucket(
-            profile={"storage_provider": provider, "credentials_provider": credentials},
+            profile=documented("s3"),
+            environment=environment,
             names=names,
             read=lambda name: client.get_object(Bucket=BUCKET, Key=name)["Body"].read(),
         )
@@ -136,12 +155,10 @@ def gcs() -> Iterator[Bucket]:
             credentials=AnonymousCredentials(),
             client_options={"api_endpoint": url},
         )
-        options: dict[str, Any] = {"base_path": BUCKET, "project_id": "test", "endpoint_url": url}
-        # No credentials are used, because the server needs none. Otherwise the client would request
-        # a token from Google.
-        options |= {"skip_signature": True}
+        # Google's client then asks for no token.
         yield Bucket(
-            profile={"storage_provider": {"type": "gcs", "options": options}},
+            profile=documented("gcs"),
+            environment={"STORAGE_EMULATOR_HOST": url},
             names=lambda: [blob.name for blob in client.list_blobs(BUCKET)],
             read=lambda name: client.bucket(BUCKET).blob(name).download_as_bytes(),
         )

@@ -27,7 +27,7 @@ from megatron_byteps_ray.settings import Settings
 from scripts.children import Spawned, end_all, last_lines
 from tests.layouts.under_ray.modes import warm_pool
 from tests.object_store.saver import NUMBERS, TENSORS
-from tests.object_store.stores import STORES, Bucket, Transfers, s3
+from tests.object_store.stores import BUCKET, STORES, Bucket, Transfers, s3
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
             *("--use-distributed-optimizer", *IN_BACKGROUND),
         ],
     )
-    environment = {**settings.environment, "MSC_CONFIG": str(config)}
     with STORES[kind]() as bucket:
+        environment = {**settings.environment, **bucket.environment, "MSC_CONFIG": str(config)}
         config.write_text(json.dumps({"profiles": {"jobs": bucket.profile}}))
         runner = Runner(pool, replace(settings, environment=environment), run_dir / "jobs")
         outcome, whole = runner.run("lost", case), runner.uninterrupted(case)
@@ -92,6 +92,7 @@ def saved(bucket: Bucket, how: str, folder: Path) -> Spawned:
     config.write_text(json.dumps({"profiles": {"jobs": profile}}))
     environment = {
         **os.environ,
+        **bucket.environment,
         "PYTHONPATH": str(ROOT),
         "MSC_CONFIG": str(config),
         "OMP_NUM_THREADS": "1",
@@ -121,7 +122,7 @@ def test_parts_of_several_files_are_in_flight_at_once(how: str, tmp_path: Path) 
     assert transfers.met, "no three parts of both files were in flight at once"
     assert all(f"read {rank}" in process.text for rank in range(RANKS))
     assert len(files) == RANKS and all(size > 4 * NUMBERS * TENSORS for size in sizes)
-    assert sorted(transfers.refused) == [(f"/checkpoints/{name}", 2) for name in sorted(files)]
+    assert sorted(transfers.refused) == [(f"/{BUCKET}/{name}", 2) for name in sorted(files)]
 
 
 @pytest.mark.timeout(600)

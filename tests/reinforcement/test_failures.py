@@ -20,8 +20,8 @@ import zmq
 
 from megatron_byteps_rl import __main__ as runs
 from megatron_byteps_rl import attempt, rollout
-from megatron_byteps_rl.__main__ import LATEST
 from megatron_byteps_rl.metrics_file import keep_metrics
+from megatron_byteps_rl.store import LATEST
 from scripts import rl
 from scripts.children import Spawned, end_all, last_lines
 from scripts.trainkit import rl_task
@@ -159,6 +159,7 @@ def test_shared_memory_that_nobody_has_is_removed(prefix: str) -> None:
             "--spares needs trainer.v1.trainer_mode=sync, not colocate_async",
         ),
         (["--restarts", "1", "trainer.save_freq=-1"], "needs trainer.save_freq=STEPS"),
+        (["--store", "s3://b/run"], "--store needs trainer.save_freq=STEPS"),
         (["--restarts", "1", "trainer.save_freq=2"], "needs trainer.default_local_dir=FOLDER"),
         (
             [

@@ -16,6 +16,7 @@ also makes a run fail and restart in cases in which verl alone would wait for ev
 ``attempt``       a run of the trainer that ends when an actor dies that no spare replaces
 ``survival``      verl's synchronous trainer, in which spares replace lost ranks
 ``warm_worker``   verl's process of a rank, which can join a second job
+``store``         the copy of a run's checkpoints in an object store
 ``metrics_file``  the file of verl's file logger
 ================  =============================================================
 """

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from .metrics_file import keep_metrics
+from .store import StoreError, kept, last_step
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 30.0
 _FOLDER = Path("/dev/shm")
 _PATTERNS = ("psm_*", "vllm_dist_*", "verl_weights_*")
 """Names of shared memory of Python (for vLLM), of vLLM's ranks on a CPU, and of verl."""
-LATEST = "latest_checkpointed_iteration.txt"
-"""File in which verl keeps the step of its last checkpoint."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -40,6 +40,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         help="warm processes that take the places of lost ranks, with the synchronous trainer; the "
         "other processes stay (default: 0)",
     )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="copy each checkpoint to s3://BUCKET/PATH, gs://BUCKET/PATH or msc://PROFILE/PATH, "
+        "and begin with the last one there; needs the same overrides as --restarts",
+    )
     parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="of verl's trainer")
     options, others = parser.parse_known_args(arguments)
     overrides = [*others, *options.overrides]
@@ -49,14 +55,15 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     given = values(overrides)
     if options.spares and (mode := given.get("trainer.v1.trainer_mode", "sync")) != "sync":
         parser.error(f"--spares needs trainer.v1.trainer_mode=sync, not {mode}")
-    if options.restarts:
+    if options.restarts or options.store:
+        flag = "--restarts" if options.restarts else "--store"
         frequency = given.get("trainer.save_freq", "")
         if not frequency.isdigit() or int(frequency) == 0:
-            parser.error("--restarts needs trainer.save_freq=STEPS: a run goes on from checkpoints")
+            parser.error(f"{flag} needs trainer.save_freq=STEPS: a run goes on from checkpoints")
         if "trainer.default_local_dir" not in given:
-            parser.error("--restarts needs trainer.default_local_dir=FOLDER, of the checkpoints")
+            parser.error(f"{flag} needs trainer.default_local_dir=FOLDER, of the checkpoints")
         if (mode := given.get("trainer.resume_mode", "auto")) != "auto":
-            parser.error(f"--restarts needs trainer.resume_mode=auto, not {mode}")
+            parser.error(f"{flag} needs trainer.resume_mode=auto, not {mode}")
     return options, overrides
 
 
@@ -171,14 +178,17 @@ def remove_leftovers(since: float) -> list[str]:
 
 def main() -> int:
     options, overrides = parse()
-    folder = values(overrides).get("trainer.default_local_dir")
-
-    def checkpoint() -> str:
-        file = Path(folder, LATEST) if folder else None
-        return file.read_text(encoding="utf-8").strip() if file and file.is_file() else ""
-
+    folder = Path(values(overrides).get("trainer.default_local_dir", ""))
     try:
-        return repeat(lambda: _run(overrides, options.spares), checkpoint, options.restarts)
+        with kept(folder, options.store) if options.store else nullcontext():
+            return repeat(
+                lambda: _run(overrides, options.spares),
+                lambda: last_step(folder),
+                options.restarts,
+            )
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
