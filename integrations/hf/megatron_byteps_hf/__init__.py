@@ -1,6 +1,7 @@
-"""Loads Hugging Face models, trains all weights or adapters in Megatron's loop, and writes them.
+"""Loads Hugging Face models, trains all their weights or adapters in Megatron's loop, and writes
+them.
 
-Built on Megatron-Bridge, which maps and shards the weights of each family of models.
+It is built on Megatron-Bridge, which maps and shards the weights of each family of models.
 ``pretrain_dpu_gpt.py`` calls this package with ``--hf-model``:
 
 ==============  ===================================================================

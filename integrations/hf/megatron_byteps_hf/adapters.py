@@ -1,4 +1,4 @@
-"""Adapters of a run: LoRA, DoRA and canonical LoRA by Megatron-Bridge's classes."""
+"""Adapters of a run: LoRA, DoRA and canonical LoRA, by Megatron-Bridge's classes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from .options import LoraOptions
 
 ADAPTER_FOLDER = "adapter"
-"""Subfolder of ``--hf-save``, next to the merged weights."""
+"""Subfolder of ``--hf-save`` for the adapters, next to the merged weights."""
 _PARTS = {
     "linear_qkv": ("linear_q", "linear_k", "linear_v"),
     "linear_fc1": ("linear_fc1_up", "linear_fc1_gate"),
 }
-"""Parts of fused layers, which have an adapter each in canonical LoRA."""
+"""Parts of fused layers. In canonical LoRA each part has an adapter."""
 _logger = logging.getLogger(__name__)
 
 
@@ -45,9 +45,9 @@ class Adapters:
         )
 
     def add(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Freeze the models and add adapters; only these are trained.
+        """Freeze the models and add adapters, which alone are trained.
 
-        Call it before the models are wrapped for data parallelism: then frozen parameters have no
+        Call this before the models are wrapped for data parallelism. Then frozen parameters have no
         gradient buffer, and are not sent.
 
         Args:
@@ -58,7 +58,7 @@ class Adapters:
         """
         kind = self._options.kind
         if kind == "dora" and parallel_state.get_tensor_model_parallel_world_size() > 1:
-            # Megatron-Bridge takes the norm of a row from this rank's part of it.
+            # Megatron-Bridge would take the norm of a row from this rank's part of it only.
             raise ValueError("--lora-kind dora needs --tensor-model-parallel-size 1")
         models = self._peft(models, training=True)
         trained = sum(p.numel() for m in models for p in m.parameters() if p.requires_grad)
@@ -72,8 +72,8 @@ class Adapters:
         return models
 
     def save(self, bridge: Any, models: Sequence[torch.nn.Module], base: Path, to: Path) -> None:
-        """Write the merged weights, and the adapters as files for ``peft``. All ranks call this;
-        rank 0 writes."""
+        """Write the merged weights, and the adapters as files for ``peft``. All ranks call this,
+        and rank 0 writes."""
         spread = parallel_state.get_expert_model_parallel_world_size() > 1 and _on_experts(models)
         if self._options.kind == "dora" or spread:
             # Megatron-Bridge would ignore DoRA's magnitudes, and merge one rank's experts for all.
@@ -96,7 +96,8 @@ class Adapters:
 
 
 def _parts(target: str) -> list[str]:
-    """Return the names of a layer's parts in canonical LoRA; patterns end with the layer's name."""
+    """Return the names of a layer's parts in canonical LoRA. A pattern ends with the layer's
+    name."""
     start, dot, name = target.rpartition(".")
     return [f"{start}{dot}{part}" for part in _PARTS.get(name, (name,))]
 
@@ -108,8 +109,8 @@ def _on_experts(models: Sequence[torch.nn.Module]) -> bool:
 
 @contextmanager
 def _merged(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Context in which the weights of layers include their adapters, which add nothing then. All
-    ranks enter it."""
+    """Return a context in which the weights of layers include their adapters, which then add
+    nothing. All ranks enter it."""
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 
     before: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -147,7 +148,8 @@ def _merged_weight(module: Any, *, on_experts: bool) -> torch.Tensor:
 
 
 def _add_magnitudes(adapter: Path, merged: Path) -> None:
-    """Add DoRA's magnitudes, which Megatron-Bridge leaves out: lengths of the merged rows."""
+    """Add DoRA's magnitudes, which are the lengths of the merged rows. Megatron-Bridge leaves them
+    out."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 

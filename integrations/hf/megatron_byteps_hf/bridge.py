@@ -1,7 +1,7 @@
-"""Imports Megatron-Bridge, also if Transformer Engine is not installed.
+"""Imports Megatron-Bridge, even if Transformer Engine is not installed.
 
-Megatron-Bridge imports Transformer Engine unconditionally, but uses it only in Transformer Engine's
-layers; Megatron's local layers do not need it.
+Megatron-Bridge always imports Transformer Engine, but uses it only in Transformer Engine's layers.
+Megatron's local layers do not need it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _absent(name: str) -> type:
 
 @contextmanager
 def _names_of_transformer_engine() -> Iterator[None]:
-    """Context that provides the names that Megatron-Bridge imports from Transformer Engine."""
+    """Return a context that provides the names that Megatron-Bridge imports from Transformer
+    Engine."""
     if importlib.util.find_spec(_NAME) is not None:
         yield
         return
@@ -52,8 +53,8 @@ def _names_of_transformer_engine() -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Context without logging: Megatron-Bridge logs a traceback for every missing optional
-    package."""
+    """Return a context without logging, because Megatron-Bridge logs a traceback for every missing
+    optional package."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -64,12 +65,13 @@ def _silence() -> Iterator[None]:
 
 @functools.cache
 def auto_bridge() -> Any:
-    """Return the class ``AutoBridge``. The first call takes seconds to import it.
+    """Return the class ``AutoBridge``. The first call imports it, which takes seconds.
 
     Raises:
         ImportError: Megatron-Bridge, or a package that it needs, is not installed.
     """
-    # This comes first, so that Megatron finds no Transformer Engine, and takes its local layers.
+    # This import comes first, so that Megatron finds no Transformer Engine, and takes its local
+    # layers.
     import megatron.core.extensions.transformer_engine as core
     import megatron.core.optimizer
     import megatron.training.models  # noqa: F401

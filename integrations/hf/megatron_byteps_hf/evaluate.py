@@ -1,6 +1,6 @@
-"""Evaluates a Hugging Face folder with ``transformers``: a loss, and a sample.
+"""Evaluates a Hugging Face folder with ``transformers``: computes a loss, and writes a sample.
 
-This does not use Megatron, so it also shows whether the written files are complete.
+It does not use Megatron, so it also shows whether the written files are complete.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Evaluation:
     """Mean loss over the tokens, in nats per token."""
     tokens: int
     sample: str
-    """Continuation of the prompt, by the most likely token each time."""
+    """Continuation of the prompt by the most likely token each time."""
 
 
 def evaluate(model: Path, text: str, prompt: str, adapter: Path | None = None) -> Evaluation:
-    """Load the model, with a ``peft`` adapter if given, and evaluate it.
+    """Load the model, with a ``peft`` adapter if one is given, and evaluate it.
 
-    The text is cut into sequences of 256 tokens; each token is predicted from those before it.
+    The text is cut into sequences of 256 tokens. Each token is predicted from those before it.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

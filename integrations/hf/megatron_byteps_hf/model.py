@@ -1,4 +1,4 @@
-"""A Hugging Face model for Megatron's training loop: arguments, weights, LoRA, files."""
+"""Hugging Face model for Megatron's training loop: its arguments, weights, adapters and files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .adapters import Adapters
 from .bridge import auto_bridge
 from .options import Options, add_flags
 
-# Settings of a model family that Megatron's local layers support. The arguments have the same
-# names.
+# Settings of a model family that Megatron's local layers support. Megatron's arguments have the
+# same names.
 _ARCHITECTURE = frozenset(
     """
     add_bias_linear add_qkv_bias attention_dropout attention_output_gate ffn_hidden_size
@@ -28,11 +28,11 @@ _ARCHITECTURE = frozenset(
     normalization num_attention_heads num_layers qk_layernorm softmax_scale
     """.split()  # noqa: SIM905
 )
-# Settings with another name among the arguments; see _arguments().
+# Settings whose arguments have another name; see _arguments().
 _TRANSLATED = frozenset(
     {"activation_func", "gated_linear_unit", "num_moe_experts", "num_query_groups"}
 )
-# Settings of the computation, which are Megatron's arguments and not the model's.
+# Settings of the computation. They are Megatron's arguments, and not the model's.
 _HOW = frozenset(
     """
     apply_rope_fusion attention_backend attention_softmax_in_fp32 autocast_dtype bf16
@@ -48,7 +48,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class HuggingFaceModel:
-    """The model of a run; every rank creates it.
+    """Model of a run. Every rank creates it.
 
     Raises:
         ValueError: there is no bridge for this kind of model, or it needs features that Megatron's
@@ -112,7 +112,7 @@ class HuggingFaceModel:
             config.pre_wrap_hooks.append(self._adapters.add)
 
     def _load(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Read the weights tensor by tensor: a rank never holds more than its part and one
+        """Read the weights tensor by tensor, so that a rank never holds more than its part and one
         tensor."""
         with torch.no_grad():
             self._bridge.load_hf_weights(models)
@@ -122,14 +122,16 @@ class HuggingFaceModel:
     # ------------------------------------------------------------------ after training
 
     def save(self) -> None:
-        """Write the trained model to the folder of ``--hf-save``, if there is one; see write()."""
+        """Write the trained model to the folder of ``--hf-save``, if the flag is set; see
+        write()."""
         if self._options.save is not None:
             self.write(self._options.save)
 
     def write(self, folder: Path) -> None:
-        """Write the model's files with adapters merged into the weights, and the adapters' files.
+        """Write the model's files with adapters merged into the weights. Also write the adapters'
+        files.
 
-        All ranks call this; rank 0 writes.
+        All ranks call this, and rank 0 writes.
         """
         if torch.distributed.get_rank() == 0:
             _copy_all_but_weights(self._options.model, folder)
@@ -172,7 +174,7 @@ class HuggingFaceModel:
             "use_rope_scaling": provider.rope_scaling,
             "untie_embeddings_and_output_weights": not provider.share_embeddings_and_output_weights,
             "max_position_embeddings": provider.seq_length,
-            # The data are already tokens; see scripts/prepare_data.py.
+            # the data are already tokens; see scripts/prepare_data.py
             "tokenizer_type": "NullTokenizer",
             "vocab_size": provider.vocab_size,
             "make_vocab_size_divisible_by": 1,
@@ -180,7 +182,7 @@ class HuggingFaceModel:
         }
 
     def _check_fields(self) -> None:
-        """Refuse a model with settings that are not passed to Megatron.
+        """Refuse a model that has settings which are not passed to Megatron.
 
         Raises:
             ValueError: the text names the setting.
@@ -199,7 +201,7 @@ class HuggingFaceModel:
                 raise self._unsupported(field.name, value)
 
     def _end_of_document(self) -> int:
-        """Return the model's end-of-text token, or its last token if it has none."""
+        """Return the model's end-of-text token. If it has none, return its last token."""
         end = self._bridge.hf_pretrained.config.eos_token_id
         end = end[0] if isinstance(end, Sequence) else end
         return self._provider.vocab_size - 1 if end is None else end

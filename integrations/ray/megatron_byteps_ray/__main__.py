@@ -145,8 +145,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run_local(settings: Settings) -> int:
-    """Run the script under torchrun: embedded mode, no recovery. Without a profile this process
-    becomes torchrun."""
+    """Run the script under torchrun, in embedded mode and without recovery. Without a profile this
+    process becomes torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(settings.ranks)]
     if not settings.entry.endswith(".py") or settings.profile is not None:
@@ -174,7 +174,7 @@ def _console_of(replica: int) -> Callable[[dict[str, Any]], None]:
 
 
 def merge_profile(profile: Profile) -> None:
-    """Merge the processes' traces into a file, and print its path, or the reason of a failure."""
+    """Merge the processes' traces into a file. Print its path, or the reason of a failure."""
     try:
         print(f"profile: {profile.merge()} (drop it on ui.perfetto.dev)", flush=True)
     except ValueError as error:
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # SIGTERM ends a driver and its ranks like Ctrl-C.
+    # SIGTERM ends a driver and its ranks as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

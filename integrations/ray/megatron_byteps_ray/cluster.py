@@ -1,5 +1,5 @@
-"""A Ray cluster, joined or started on this machine for a job; the job's actors, each in a bundle of
-a placement group; and the job's metrics in Ray."""
+"""A Ray cluster that a job joins or starts on this machine; the job's actors, each in a bundle of a
+placement group; and the job's metrics in Ray."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .settings import Settings
 
 
 def draining_nodes() -> set[str]:
-    """Return Ray's ids of nodes that are being drained. Ray has no public call for this, only an
-    internal one; returns an empty set if a version of Ray lacks it."""
+    """Return Ray's ids of nodes that are being drained. Ray has only an internal call for this.
+    Return an empty set if this version of Ray lacks it."""
     ask = getattr(state.state, "get_draining_nodes", None)
     return set(ask()) if ask is not None else set()
 
 
 _NODE_S = 30.0
-"""Time limit of each of Ray's requests for its node."""
-_OBJECT_STORE_BYTES = 100 << 20  # No large object goes through it.
+"""Time limit in seconds of each of Ray's requests for its node."""
+_OBJECT_STORE_BYTES = 100 << 20  # no large object goes through it
 
 
 @contextmanager
@@ -44,19 +44,20 @@ def cluster(
     metrics_port: int | None = None,
     gpus: int | None = None,
 ) -> Iterator[None]:
-    """Context of a driver of the cluster at ``address`` ("auto": this machine's); None starts a
-    cluster here.
+    """Return the context of a driver of the cluster at ``address`` ("auto": this machine's). None
+    starts a cluster here.
 
-    A cluster started here offers as many cores as the job asks for, regardless of the machine, and
-    ends with the block.
+    A cluster that was started here offers as many cores as the job asks for, whatever the machine
+    has. It ends with the context.
 
     Args:
-        temp_dir: folder for Ray's sockets and logs; its path must be short. None: Ray's default.
+        temp_dir: folder for Ray's sockets and logs. Its path must be short. None: Ray's default.
         dashboard: whether to start Ray's dashboard.
         metrics_port: port of the metrics for Prometheus; None: Ray chooses.
         gpus: number of GPUs that a cluster started here offers; None: as many as Ray finds.
     """
-    # By default Ray starts actors with nice 15: other processes here would slow training down.
+    # By default Ray starts actors with nice 15, so other processes of this machine would slow
+    # training down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"log_to_driver": False, "logging_level": "warning"}
     if address is not None:
@@ -86,7 +87,7 @@ def cluster(
 
 
 def _start(limit_s: float, **options: Any) -> None:
-    """Start a node here; repeat if necessary.
+    """Start a node here. Repeat if necessary.
 
     Ray gives a node 30 s to start, and the node gives its agents 15 s and then ends. A busy machine
     exceeds these limits, and there are no settings for them.
@@ -105,7 +106,7 @@ def _start(limit_s: float, **options: Any) -> None:
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """Context in which Ray waits longer for a node that starts here, by a patched function
+    """Return a context in which Ray waits longer for a node that starts here. It patches a function
     of Ray."""
     ask = services.get_node
 
@@ -129,16 +130,16 @@ def _patience() -> Iterator[None]:
 _THREADS = 8
 _ATTEMPTS = 3
 _ANSWER_S = 60.0
-"""Time limit for a spare to answer, in seconds; after that it is replaced."""
+"""Time limit in seconds for a spare to answer. After it the spare is replaced."""
 
 
 class JobError(Exception):
-    """The job cannot go on; the text has the reason."""
+    """Error if the job cannot go on. The text has the reason."""
 
 
 @dataclass
 class Slot:
-    """An actor that is a rank, or may become one."""
+    """Actor that is a rank, or may become one."""
 
     bundle: int
     actor: Any
@@ -149,7 +150,7 @@ class Slot:
     warm: bool = False
     gone: bool = False
     strikes: int = 0
-    """Number of times that its rank failed by itself."""
+    """Number of times that the actor's rank has failed by itself."""
 
 
 def resources(settings: Settings) -> tuple[dict[str, float], dict[str, float]]:
@@ -164,10 +165,10 @@ def resources(settings: Settings) -> tuple[dict[str, float], dict[str, float]]:
 
 
 class Pool:
-    """The actors of a job (see the module). Not thread-safe."""
+    """Actors of a job (see the module). Not thread-safe."""
 
     def __init__(self, settings: Settings, *, of_ranks: bool = True) -> None:
-        """``of_ranks``: whether the pool has actors for ranks, not only for BytePS."""
+        """``of_ranks``: whether the pool also has actors for ranks, not only for BytePS."""
         self._settings = settings
         self._count = settings.ranks + settings.spares if of_ranks else 0
         self._slots: list[Slot] = []
@@ -237,7 +238,7 @@ class Pool:
     def _new_slot(self, bundle: int, attempt: int) -> Slot:
         settings = self._settings
         environment = settings.forwarded()
-        # The GPU's number must be the local rank, so a process sees all GPUs of its node.
+        # The GPU's number must be the local rank, so a process must see all GPUs of its node.
         actor_environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
             ray.remote(RankActor)
@@ -291,7 +292,7 @@ class Pool:
                 raise JobError(f"an actor cannot be a rank: {problem}")
 
     def wait_warm(self, count: int, limit_s: float) -> bool:
-        """Wait until `count` actors are warm; return whether they are."""
+        """Wait until `count` actors are warm. Return whether they are."""
         deadline = time.monotonic() + limit_s
         while True:
             self.refresh()
@@ -304,7 +305,7 @@ class Pool:
             ray.wait(pending, num_returns=1, timeout=min(1.0, left))
 
     def warm(self) -> list[Slot]:
-        """Return the actors that are ranks, or could be at once."""
+        """Return the actors that are ranks, or could be ranks at once."""
         return [
             slot for slot in self._slots if slot.warm and slot.facts["node"] not in self._draining
         ]
@@ -329,11 +330,12 @@ class Pool:
                 self.lose(slot_of[ref])
 
     def lose(self, slot: Slot) -> None:
-        """Give an actor up, and start another in its place, which becomes a spare."""
+        """Give an actor up, and start another one in its place, which becomes a spare."""
         slot.gone = True
         ray.kill(slot.actor)
         self._slots.remove(slot)
-        # If the actor was warm, its imports were not the cause, and the next begins at attempt 0.
+        # If the actor was warm, its imports were not the cause, so the next one begins at attempt
+        # 0.
         self._slots.append(self._new_slot(slot.bundle, 0 if slot.warm else slot.attempt + 1))
 
     def replace_byteps(self, index: int) -> None:
@@ -342,14 +344,15 @@ class Pool:
         self.byteps[index] = self._new_byteps(index)
 
     def assign(self, ranks: int) -> list[Slot]:
-        """Return the actors of the ranks: remaining ranks keep theirs, spares replace lost actors.
+        """Return the actors of the ranks. Remaining ranks keep theirs, and spares replace lost
+        actors.
 
         ``ranks`` must not exceed the number of warm actors. If it changes, all ranks are assigned
         anew.
         """
         live = self.warm()
         if len(self.assigned) != ranks:
-            # Ranks of the same machine are consecutive.
+            # Ranks of the same machine are adjacent.
             staying = [slot for slot in self.assigned if slot in live]
             chosen = (staying + [slot for slot in live if slot not in staying])[:ranks]
             self.assigned = sorted(chosen, key=lambda slot: (slot.facts["node"], slot.bundle))
@@ -362,7 +365,7 @@ class Pool:
 
 
 def _take(spares: list[Slot], lost: Slot) -> Slot:
-    """Return a spare, on the same machine if there is one."""
+    """Return a spare, on the lost actor's machine if possible."""
     near = [slot for slot in spares if slot.facts["node"] == lost.facts.get("node")]
     slot = (near or spares)[0]
     spares.remove(slot)
@@ -383,7 +386,7 @@ class Metrics:
         )
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_WINDOW)
         self.tokens_per_s = 0.0
-        """Rate over the last 20 steps; 0 before the second step."""
+        """Rate over the last 20 steps. 0 before the second step."""
 
     def _set(self, name: str, description: str, value: float) -> None:
         gauge = self._gauges.get(name)

@@ -1,16 +1,16 @@
-"""The process from which the actors of a machine fork their ranks.
+"""Process from which the actors of a machine fork their ranks.
 
 Importing torch and Megatron takes many seconds. This process does so once per machine. It keeps a
-*standby* for each actor: a forked child that waits for an order, and becomes the rank of the next
-generation within milliseconds, in a clean state. If an import queries the number of GPUs, CUDA
-cannot start in a forked child later; so each standby imports such modules itself, before it is
-needed.
+*standby* for each actor: a forked child that waits for an order. The standby becomes the rank of
+the next generation within milliseconds, in a clean state. After an import that queries the number
+of GPUs, CUDA cannot start in a forked child. So each standby imports such modules by itself, before
+it is needed.
 
-Actors connect to a Unix socket and send orders; messages come back. Both are JSON objects, one per
-line. This process does nothing else, so it answers even while a rank hangs. When a connection ends,
-its actor is gone, and the actor's rank is ended. If this process is killed, the kernel ends all
-ranks of the machine. It ends IDLE_S after the last actor, and removes the training state that ranks
-kept in memory.
+Actors connect to a Unix socket and send orders, and messages come back. Both are JSON objects, one
+per line. This process does nothing else, so it answers even while a rank hangs. When a connection
+ends, its actor is gone, and the actor's rank is ended. If this process is killed, the kernel ends
+all ranks of the machine. It ends IDLE_S after the last actor, and removes the training state that
+ranks have kept in memory.
 
 Orders: ``start`` with ``environment``, ``folder``, ``log``, ``entry`` and ``arguments``; ``signal``
 with ``number``, to the rank's process group; ``tell`` with ``number``, to the rank alone. Messages:
@@ -43,7 +43,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class _Lines:
-    """Complete lines from a non-blocking descriptor."""
+    """Reads complete lines from a non-blocking descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -52,7 +52,7 @@ class _Lines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines that have arrived; sets ``ended`` at the end of input."""
+        """Return the lines that have arrived. Sets ``ended`` at the end of input."""
         try:
             while not self.ended:
                 data = os.read(self._descriptor, 1 << 16)
@@ -67,7 +67,7 @@ class _Lines:
 
 
 class _Child:
-    """A forked process: first a standby, then, after its order, the rank."""
+    """Forked process. It is first a standby and then, after its order, the rank."""
 
     def __init__(self, modules: Sequence[str], abandon: Callable[[], None]) -> None:
         order_out, self._order_in = os.pipe()
@@ -93,7 +93,7 @@ class _Child:
 
     def signal(self, number: int) -> None:
         # The signal goes to the process group, so that the rank's data loaders and checkpoint
-        # writers end too. A new child has not created its group yet.
+        # writers end, too. A new child has not created its group yet.
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -106,7 +106,7 @@ class _Child:
             os.kill(self.pid, number)
 
     def reap(self) -> int:
-        """Return the exit status; negative for a signal. Ends the rest of its process group."""
+        """Return the exit status, negative for a signal. End the rest of the process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
@@ -137,7 +137,7 @@ def _be_child(parent: int, orders: int, messages: int, modules: Sequence[str]) -
             sys.stdout.flush()
             sys.stderr.flush()
         if status != 0:
-            os._exit(status)  # A normal exit would wait for threads of a broken job.
+            os._exit(status)  # a normal exit would wait for threads of a broken job
     sys.exit(0)
 
 
@@ -153,7 +153,7 @@ class _Client:
         server.watch(connection.fileno(), self._take_orders)
 
     def abandon(self) -> None:
-        """In a child: close the connection, so that its descriptor can be reused."""
+        """Close the connection in a child, so that its descriptor can be reused."""
         os.close(self._connection.detach())
 
     def send(self, kind: str, **values: Any) -> None:
@@ -161,8 +161,9 @@ class _Client:
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         if self._connection.fileno() < 0:
-            return  # The actor is gone, while its child was still importing.
-        # This blocks if the actor does not read, but actors do. Their end is noticed elsewhere.
+            return  # the actor is gone, and its child was still importing
+        # This blocks only if the actor does not read, but actors do. Their end is noticed
+        # elsewhere.
         with contextlib.suppress(ConnectionError):
             self._connection.setblocking(True)
             self._connection.sendall(json.dumps(message).encode() + b"\n")
@@ -192,7 +193,7 @@ class _Client:
 
     def _start(self, order: dict[str, Any]) -> None:
         if self._rank is not None or self._standby is None:
-            self.send("ended", pid=0, status=1)  # The imports have failed meanwhile.
+            self.send("ended", pid=0, status=1)  # the imports have failed meanwhile
             return
         if folder := memory.folder_of(order["arguments"]):
             self._server.memory.add(folder)
@@ -240,14 +241,14 @@ class ForkServer:
         self._selector.register(descriptor, selectors.EVENT_READ, call)
 
     def forget(self, descriptor: int) -> None:
-        """Stop watching a descriptor; does nothing if it is not watched."""
+        """Stop watching a descriptor. Does nothing if it is not watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
     def abandon(self) -> None:
-        """In a child: close the parent's sockets.
+        """Close the parent's sockets in a child.
 
-        They are detached first: otherwise a socket object closes its descriptor again when the
+        They are detached first. Otherwise a socket object would close its descriptor again when the
         interpreter ends, and by then the rank may have reused the number.
         """
         os.close(self._listener.detach())
@@ -286,12 +287,12 @@ def main() -> int:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(options.socket)
     listener.listen(128)
-    # The parent now knows that this process listens. It is a child of init, not of an actor, so
-    # that Ray does not end it with the actor.
+    # The parent now knows that this process listens. This process becomes a child of init, so that
+    # Ray does not end it with the actor.
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the driver
     for name in options.preload:
         importlib.import_module(name)
     server = ForkServer(listener, options.modules)

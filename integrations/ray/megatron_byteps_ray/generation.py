@@ -1,4 +1,4 @@
-"""A generation of the job: starts its processes, watches them, ends them, and times a recovery."""
+"""Generation of the job: starts its processes, watches them, ends them, and times a recovery."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER = {
     "loaded": "state loaded",
     "step": "first step done",
 }
-"""Event that ends each phase, in order."""
+"""Events, in order. Each ends a phase of a recovery."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Phases:
     ends: dict[str, float] = field(default_factory=dict)
 
     def end(self, name: str, at: float | None = None) -> None:
-        """Record the end of a phase; the last of several ranks counts."""
+        """Record the end of a phase. Of several ranks, the last one counts."""
         self.ends[name] = max(self.ends.get(name, 0.0), time.time() if at is None else at)
 
     @property
@@ -52,8 +52,8 @@ class Phases:
         return "step" in self.ends
 
     def seconds(self) -> dict[str, float]:
-        """Return the duration of each phase, and ``total``. Phases that did not occur are
-        left out."""
+        """Return the duration of each phase, and ``total``. Phases that have not occurred are left
+        out."""
         result, before = {}, self.failed_at
         for name in ORDER:
             if name in self.ends:
@@ -73,10 +73,10 @@ class Phases:
 
 POLL_S = 0.25
 SETTLE_S = 1.0
-"""Time to wait after the first failure for reports of others: all of them together show the
+"""Time to wait after the first failure for reports of others, because all of them together show the
 cause."""
 SILENT_S = 10.0
-"""Seconds of silence after which a rank hangs, if other ranks report it as lost."""
+"""Seconds of silence after which a rank counts as hanging, if other ranks report it as lost."""
 _DRAINS_S = 1.0
 """Interval between two checks for draining nodes."""
 _CALL_S = 120.0
@@ -84,7 +84,8 @@ _MARKS = ("groups", "byteps", "loaded")
 
 
 class Generation:
-    """A generation: ranks from their start to the end of all of them, and the servers they use."""
+    """Generation: the ranks from their start until all of them have ended, and the servers that
+    they use."""
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class Generation:
         emit: Callable[..., None],
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``arguments``: of the script, for each rank. ``is_over``: whether ranks without a step
-        have nothing left to do."""
+        """``arguments``: arguments of the script, for each rank. ``is_over``: function that says
+        whether ranks without a step have nothing left to do."""
         self.number = number
         self._settings = settings
         self._servers = servers
@@ -130,12 +131,12 @@ class Generation:
         """Time at which the failure was noticed, in seconds since the epoch."""
 
     def run(self) -> Failure | None:
-        """Train; return None if all ranks ended well. All ranks' processes have ended then."""
+        """Train. Return None if all ranks have ended well. All ranks' processes have then ended."""
         try:
             if self._start():
                 self._watch()
             if not self._ends and not self._settings.is_replica:
-                # All ranks of the job have saved a checkpoint and ended in good order.
+                # All ranks of the job have saved a checkpoint and ended in order.
                 self._ends = [
                     End(who=f"rank {rank}", kind=LEFT, at=time.time()) for rank in self._notified
                 ]
@@ -151,7 +152,8 @@ class Generation:
     # ----------------------------------------------------------------- starting
 
     def _start(self) -> bool:
-        """Start all processes; return whether that succeeded. If not, ``_ends`` has the reason."""
+        """Start all processes. Return whether that has succeeded. If not, ``_ends`` has the
+        reason."""
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
         environment |= self._settings.profile.of_ranks() if self._settings.profile else {}
@@ -240,7 +242,7 @@ class Generation:
                     return
         self._take_progress(last=True)
         if not self._ends:
-            self._recovered()  # Also if no step was left to do.
+            self._recovered()  # also if no step was left to do
 
     def _take_end(self, ref: Any) -> None:
         who, end = self._watched.pop(ref, ""), None
@@ -257,7 +259,7 @@ class Generation:
         if who.startswith("rank") and status == 0:
             self._finished.add(int(who.split()[1]))
         elif status == 0 and not self._ends:
-            return None  # A scheduler or server, after all ranks have left.
+            return None  # a scheduler or server ends after all ranks have left
         else:
             self._ends.append(End.reported(who, end, may_leave=self._settings.is_replica))
         return None
@@ -266,10 +268,12 @@ class Generation:
         self._ends.append(End.lost(who))
 
     def _take_progress(self, *, last: bool = False) -> None:
-        """Read the ranks' answers, and ask again. ``last``: ask once, and wait for all answers."""
+        """Read the ranks' answers, and ask again. ``last``: whether to ask once more, and wait for
+        all answers."""
         self._hear(0.0 if not last else _CALL_S, again=not last)
         if last:
-            # Earlier requests were answered first: an answer has the steps since the last answer.
+            # Earlier requests were answered before, so an answer has the steps since the last
+            # answer.
             self._progress = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
             self._hear(_CALL_S, again=False)
         if all(seen.get("step") for seen in self._seen):
@@ -280,13 +284,14 @@ class Generation:
         if not refs:
             return
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
-        # Answers are read in the order of ranks: the lowest rank that knows of the loss reports it.
+        # Answers are read in the order of ranks. So the lowest rank that knows of the loss reports
+        # it.
         for ref in sorted(done, key=self._progress.__getitem__):
             rank = self._progress.pop(ref)
             try:
                 seen = ray.get(ref)
             except ray.exceptions.RayError:
-                continue  # Its end is noticed by the other call.
+                continue  # the other call notices its end
             self._heard[rank] = time.monotonic()
             self._seen[rank] = seen
             self._show(rank, seen)
@@ -304,14 +309,14 @@ class Generation:
                 self._emit_step(rank, step)
 
     def _take_last_steps(self) -> None:
-        """After a failure, collect all steps that ranks have made. If a rank was lost, another rank
+        """Collect all steps that ranks have made, after a failure. If a rank was lost, another one
         reports its steps."""
         lost = {end.who for end in self._ends if end.kind == LOST}
         left = [rank for rank in range(len(self._slots)) if f"rank {rank}" not in lost]
         self._progress = {ref: rank for ref, rank in self._progress.items() if rank in left}
         for rank in left:
             self._progress[self._slots[rank].actor.progress.remote()] = rank
-        # The wait is limited, because a machine that is gone may not be known as gone yet.
+        # The wait is limited, because Ray may not know yet that a machine is gone.
         self._hear(SETTLE_S, again=False)
         for rank, step in self._reports.missing():
             self._emit_step(rank, step)
@@ -325,7 +330,7 @@ class Generation:
             self._phases.end(name, at)
 
     def _recovered(self) -> None:
-        """Handle the end of a recovery: every rank has finished a step, or ended well."""
+        """Handle the end of a recovery, when every rank has finished a step or has ended well."""
         phases, self._phases = self._phases, None
         if phases is not None:
             if self._first:
@@ -333,7 +338,7 @@ class Generation:
             self._emit("recovered", generation=self.number, phases=phases)
 
     def _tell_draining(self) -> None:
-        """Make the replica or the job leave if a machine of it is being drained."""
+        """Make the replica or the job leave if one of its machines is being drained."""
         if time.monotonic() < self._drains_due:
             return
         self._drains_due = time.monotonic() + _DRAINS_S

@@ -1,7 +1,7 @@
-"""The driver: runs generations one after the other, until training is done, also for several
+"""Driver: runs generations one after the other until training is done, for one job or for several
 replicas.
 
-A job's events go to a listener; ``Console`` prints them as lines.
+The events of a job go to a listener. ``Console`` prints them as lines.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ class Console:
 
 SCHEMA = 1
 _STRIKES = 2
-"""Number of times that a rank may fail by itself on an actor, before a spare replaces the actor."""
+"""Number of times that a rank may fail by itself on an actor. Then a spare replaces the actor."""
 
 _WRITE_S = 60.0
-"""Time for servers to write their timelines."""
+"""Time in seconds that servers have to write their timelines."""
 
 Listener = Callable[[dict[str, Any]], None]
 
 
 class Job:
-    """Trains on the cluster that ``ray.init`` joined.
+    """Trains on the cluster that ``ray.init`` has joined.
 
-    ``listener`` is called with each event, a dict. Its ``event`` is ``opened``, ``generation``,
-    ``step``, ``failure``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
+    Each event, which is a dict, is passed to ``listener``. Its ``event`` is ``opened``,
+    ``generation``, ``step``, ``failure``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Job:
         *,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``is_over``: called after a failure; if true, the job does not go on."""
+        """``is_over``: function that is called after a failure. If it returns true, the job does
+        not go on."""
         self._settings = settings
         self._is_over = is_over
         self._listener = listener
@@ -122,7 +123,7 @@ class Job:
             (self._folder / "steps.jsonl").unlink(missing_ok=True)
         if settings.profile is not None:
             settings.profile.clear()
-        # The caller's pool stays open, for the next job.
+        # the caller's pool stays open for the next job
         self._owns_pool = pool is None
         self.pool = pool or Pool(settings)
         self._metrics = Metrics(self._folder.name)
@@ -164,7 +165,7 @@ class Job:
     def _live(
         self, slots: Sequence[Slot], phases: Phases | None
     ) -> tuple[Failure | None, int, Phases | None]:
-        """Run a generation; return its failure, its steps, and the beginning of the next
+        """Run a generation. Return its failure, its number of steps, and the beginning of the next
         recovery."""
         self._write_state("running", slots)
         self._metrics.ranks(len(slots), len(self.pool.spares()), self._generation)
@@ -191,15 +192,15 @@ class Job:
             return None, life.steps, None
         failed = any(end.kind == FAILED for end in failure.causes)
         if self._memory is not None and failed and not life.steps:
-            self._memory.start_anew()  # Its state may have caused the failure.
+            self._memory.start_anew()  # the state in memory may have caused the failure
         recovery = Phases(failed_at=min(end.at for end in failure.causes))
         recovery.end("noticed", life.noticed_at)
         recovery.end("ended")
         return failure, life.steps, recovery
 
     def _arguments(self, slots: Sequence[Slot]) -> list[list[str]]:
-        """Return the script's arguments for each rank; a restart loads the job's checkpoints even
-        without --load."""
+        """Return the script's arguments for each rank. After a restart they load the job's
+        checkpoints, even without --load."""
         arguments = list(self._settings.arguments)
         saved = option(arguments, "--save")
         if self._generation > 0 and saved and option(arguments, "--load") is None:
@@ -212,7 +213,7 @@ class Job:
     # ----------------------------------------------------------------- after a failure
 
     def _after(self, failure: Failure, slots: Sequence[Slot], steps: int) -> None:
-        """Decide whether to restart, and give up actors that must not be used again.
+        """Decide whether to restart. Give up actors that must not be used again.
 
         Raises:
             JobError: the job failed too often.
@@ -241,8 +242,8 @@ class Job:
         self._metrics.restart()
 
     def _gather(self) -> list[Slot]:
-        """Return the actors of the next generation: use spares, otherwise fewer ranks, otherwise
-        wait.
+        """Return the actors of the next generation. Use spares; without enough spares use fewer
+        ranks; otherwise wait.
 
         Raises:
             JobError: capacity was insufficient until the limit.
@@ -309,12 +310,13 @@ class Job:
             raise ValueError(f"{self._state_file} is of another version: {content.get('schema')!r}")
         self._restarts, self._failures = content["restarts"], content["failures"]
         self._fruitless = content["fruitless"]
-        # The generation that ran when the driver was lost ended with it, so it counts.
+        # The generation that ran when the driver was lost has ended with it, so it counts.
         self._generation = content["generation"] + (content["state"] == "running")
 
 
 def record_of_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the recorded steps of a job in this folder, in the order in which they were made."""
+    """Return the steps that a job has recorded in this folder, in the order in which they were
+    made."""
     path = folder / "steps.jsonl"
     if not path.exists():
         return []
@@ -324,16 +326,17 @@ def record_of_steps(folder: Path) -> list[dict[str, Any]]:
 
 _POLL_S = 0.25
 _END_S = 60.0
-"""Time for scheduler and servers to end by themselves after the replicas."""
+"""Time in seconds that scheduler and servers have to end by themselves after the replicas."""
 
 
 class Replicas:
-    """Trains several replicas on the cluster that ``ray.init`` joined."""
+    """Trains several replicas on the cluster that ``ray.init`` has joined."""
 
     def __init__(self, settings: Settings, listener: Callable[[int], Listener]) -> None:
-        """``listener`` creates the listener of a replica, by its number; see :class:`.job.Job`."""
+        """``listener``: function that creates the listener of a replica from its number; see
+        :class:`.job.Job`."""
         if "BYTEPS_START_TIMEOUT_S" not in settings.forwarded():
-            # The actors of a replica may be ready long before another replica's.
+            # The actors of a replica may be ready long before those of another one.
             waits = {"BYTEPS_START_TIMEOUT_S": f"{settings.limits.start:g}"}
             settings = replace(settings, environment={**settings.environment, **waits})
         self._settings = settings
@@ -343,12 +346,12 @@ class Replicas:
         """Actors of scheduler and servers."""
         self._servers = Servers(settings, self.pool, self._secret, keep=False)
         self._done = threading.Event()
-        """Set when a replica has trained to the end, or none can."""
+        """Set when a replica has trained to the end, or when none can."""
         self._errors: dict[int, BaseException] = {}
         self.jobs: list[Job] = []
 
     def run(self) -> None:
-        """Train to the end, even if replicas are given up, as long as one finishes.
+        """Train to the end. Replicas may be given up, as long as one finishes.
 
         Raises:
             JobError: no replica finished, or resources are missing.
@@ -379,8 +382,8 @@ class Replicas:
             self.pool.close()
 
     def _list_metrics(self) -> None:
-        """Write the addresses of the servers' metrics, for Prometheus; each replica does so for its
-        ranks."""
+        """Write the addresses of the servers' metrics, for Prometheus. Each replica writes those of
+        its ranks."""
         if servers := self._servers.metrics():
             folder = self._settings.folder.absolute()
             folder.mkdir(parents=True, exist_ok=True)
@@ -390,7 +393,7 @@ class Replicas:
         settings = self._settings
         own = {**known, "BYTEPS_REPLICA": f"{number}/{settings.replicas}"}
         own |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
-        # Ports: first the servers', then those of each replica's ranks.
+        # Servers have the first ports. The ports of each replica's ranks follow.
         before = settings.servers + number * (settings.ranks // settings.replicas)
         own |= metrics_of_ranks(settings.forwarded(), before)
         of_replica = replace(
@@ -412,8 +415,8 @@ class Replicas:
             self._done.set()
 
     def _watch(self, threads: list[threading.Thread]) -> str:
-        """Replace servers until all replicas have ended. Returns the BytePS process that was lost
-        for good, if any."""
+        """Replace servers until all replicas have ended. Return the name of the BytePS process that
+        was lost for good, if any."""
         lost = ""
         while any(thread.is_alive() for thread in threads):
             refs = list(self._servers.watched)
@@ -428,5 +431,5 @@ class Replicas:
                     self._list_metrics()
                     continue
                 lost = str(End.lost(who) if end is None else End.reported(who, end))
-                self._done.set()  # No replica can go on without it.
+                self._done.set()  # no replica can go on without it
         return lost

@@ -1,9 +1,9 @@
-"""Training state in the memory of machines, which outlives the ranks that it belongs to.
+"""Training state in the memory of machines. It outlives the ranks to which it belongs.
 
 Megatron's local checkpoints (``--non-persistent-ckpt-type local``, of nvidia-resiliency-ext) are
 files, here in /dev/shm: one of the rank itself, and a copy in the folder of a rank on another
-machine. Ranks of the next generation start from the newest step of which all files are there, and
-send each other the files that a machine lacks. This module chooses folders and pairs of ranks.
+machine. Ranks of the next generation start from the newest step of which all files exist, and send
+each other the files that a machine lacks. This module chooses folders and pairs of ranks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ class Memory:
         self._jump = 0
 
     def start_anew(self) -> None:
-        """Make the next generation start from the last checkpoint: its folders are empty."""
+        """Make the next generation start from the last checkpoint, by giving it empty folders."""
         self._attempt += 1
 
     def arguments(self, nodes: Sequence[str]) -> list[list[str]]:
         """Return the arguments of each rank of the next generation.
 
         Args:
-            nodes: the machine of each rank.
+            nodes: machine of each rank.
         """
         if len(nodes) != self._ranks:
-            # Files of another number of ranks do not fit. Pairs stay, so that ranks find copies.
+            # Files of another number of ranks do not fit. Pairs stay, so that ranks find their
+            # copies.
             self._ranks, self._jump = len(nodes), jump_of(nodes)
             self.start_anew()
         copies = ["--replication", "--replication-jump", str(self._jump)] if self._jump else []
@@ -60,8 +61,8 @@ class Memory:
 
 
 def jump_of(nodes: Sequence[str]) -> int:
-    """Return the distance of two ranks that keep copies of each other's state: the shortest that
-    puts all copies on other machines, otherwise the shortest. 0: ranks cannot be paired."""
+    """Return the distance of two ranks that keep copies of each other's state: the shortest one
+    that puts all copies on other machines, otherwise the shortest. 0: ranks cannot be paired."""
     count = len(nodes)
     fitting = [jump for jump in range(1, count // 2 + 1) if count % (2 * jump) == 0]
     for jump in fitting:
@@ -72,7 +73,8 @@ def jump_of(nodes: Sequence[str]) -> int:
 
 
 def folder_of(arguments: Sequence[str]) -> Path | None:
-    """Return the folder of `Memory.arguments`; None if there is none among a rank's arguments."""
+    """Return the folder that `Memory.arguments` has put into a rank's arguments; None without
+    one."""
     for argument in arguments:
         folder = Path(argument)
         if folder.parent.parent.parent == SHARED_MEMORY and argument.count(_PREFIX):
@@ -81,7 +83,7 @@ def folder_of(arguments: Sequence[str]) -> Path | None:
 
 
 def prepare(arguments: Sequence[str], rank: int) -> None:
-    """In a rank, before it starts: remove files that no generation will use."""
+    """Remove files that no generation will use. A rank calls this before it starts."""
     folder = folder_of(arguments)
     if folder is None:
         return
@@ -90,7 +92,7 @@ def prepare(arguments: Sequence[str], rank: int) -> None:
     for other in folder.parent.iterdir():
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
-    # The rank was killed while it wrote this file, and a rank would refuse to write it again.
+    # The rank was killed while it wrote this file. It would now refuse to write the file again.
     for file in (folder / str(rank)).glob("*.dirty*"):
         file.unlink()
 
@@ -99,4 +101,5 @@ def clear(folder: Path) -> None:
     """Remove all of a job's files on this machine."""
     shutil.rmtree(folder.parent, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.parent.parent.rmdir()  # It has folders of other nodes only if they share a machine.
+        # Other nodes have folders here only if they share this machine.
+        folder.parent.parent.rmdir()

@@ -2,7 +2,7 @@
 
 ``Profile`` has the values of the flags. It reaches ranks in an environment variable, and
 ``profiled`` does the work there. Each chosen rank writes a trace of torch.profiler and BytePS's
-timeline to the folder, servers write theirs, and ``Profile.merge`` merges all into a single file.
+timeline to the folder, and servers write theirs. ``Profile.merge`` merges all into one file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from . import listen
 
 _NS_PER_US = 1000
 _FIRST_TORCH_PROCESS = 2_000_001
-"""BytePS numbers its workers from 1, its servers from 1,000,001."""
+"""First number of torch's processes in a merged file. BytePS numbers its workers from 1, and its
+servers from 1,000,001."""
 _RANK = re.compile(r"rank(\d+)")
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
     """Return a timeline with the events of all files, ``.json`` or ``.json.gz``.
 
-    BytePS writes times since 1970, torch times since a base given in its file. If there are traces
-    of torch, all times are relative to the earliest of these bases, so that a number can hold
-    fractions of a microsecond.
+    BytePS writes times since 1970, and torch times since a base that its file has. If there are
+    traces of torch, all times are relative to the earliest of these bases, so that a number can
+    hold fractions of a microsecond.
 
     Raises:
         ValueError: a file is not a timeline; the text names it.
@@ -56,7 +57,7 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read a timeline of BytePS or a trace of torch.profiler, also a compressed one.
+    """Read a timeline of BytePS or a trace of torch.profiler, which may be compressed.
 
     Raises:
         ValueError: the file is neither; the text names it.
@@ -94,8 +95,8 @@ def _shifted(events: Sequence[dict[str, Any]], shift: float) -> list[dict[str, A
 
 
 def _set_apart(events: list[dict[str, Any]], file: int, first: int, name: str) -> int:
-    """Renumber processes and arrows of a trace so that numbers are unique among files, and name
-    unnamed processes. Returns the number of processes."""
+    """Renumber processes and arrows of a trace so that numbers are unique among files. Name unnamed
+    processes. Return the number of processes."""
     numbers: dict[object, int] = {}
     named = set()
     for event in events:
@@ -147,7 +148,7 @@ class Profile:
     ranks: tuple[int, ...] = ()
     """Ranks to profile; empty: all."""
     first: int = 3
-    """First step. Steps are counted from 1, from the start of the ranks' processes."""
+    """First profiled step. Steps are counted from 1, from the start of the ranks' processes."""
     last: int = 5
 
     def __post_init__(self) -> None:
@@ -200,7 +201,7 @@ class Profile:
 
 
 def asked_for(environment: Mapping[str, str] | None = None) -> Profile | None:
-    """Return the profile that the environment asks for on this rank; None: none."""
+    """Return the profile that the environment asks of this rank; None if it asks for none."""
     values = os.environ if environment is None else environment
     if not values.get(VARIABLE):
         return None
@@ -217,16 +218,17 @@ def asked_for(environment: Mapping[str, str] | None = None) -> Profile | None:
 
 @contextlib.contextmanager
 def profiled() -> Iterator[None]:
-    """Context around a rank's script: profile the steps that the environment asks for.
+    """Return a context around a rank's script, in which the steps that the environment asks for are
+    profiled.
 
-    A step ends when it is reported (``megatron_byteps_ray.report``; Megatron's loop reports
-    automatically).
+    A step ends when it is reported (``megatron_byteps_ray.report``; Megatron's loop reports by
+    itself).
     """
     profile = asked_for()
     if profile is None:
         yield
         return
-    # The variables are set before BytePS starts, which reads them only once.
+    # The variables are set before BytePS starts, because BytePS reads them only once.
     os.environ.update(profile.of_byteps())
     profile.parts.mkdir(parents=True, exist_ok=True)
     recorder = _Recorder(profile, profile.parts / f"torch-rank{os.environ['RANK']}.json")
@@ -234,11 +236,11 @@ def profiled() -> Iterator[None]:
     try:
         yield
     finally:
-        recorder.stop()  # Training may end before the last step.
+        recorder.stop()  # training may end before the last step
 
 
 class _Recorder:
-    """Starts torch.profiler after a step, and writes its trace after another."""
+    """Starts torch.profiler after one step, and writes its trace after another."""
 
     def __init__(self, profile: Profile, target: Path) -> None:
         self._profile = profile

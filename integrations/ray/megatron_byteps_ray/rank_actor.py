@@ -31,7 +31,7 @@ _GRACE_S = 5.0
 
 
 def node_facts() -> dict[str, Any]:
-    """Return this actor's node, address, host and process, and its GPUs with Ray's names."""
+    """Return this actor's node, address, host and process, and its GPUs by Ray's names."""
     import ray
 
     return {
@@ -97,14 +97,14 @@ class RankActor:
     def _connect(
         self, preload: Sequence[str], python_path: Sequence[str], environment: Mapping[str, str]
     ) -> socket.socket:
-        """Connect to this machine's fork server; start it if necessary."""
+        """Connect to this machine's fork server. Start it if necessary."""
         folders = [*python_path, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, **environment}
         environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
-        # Ray disables bytecode files for its workers; then every process here would compile all
-        # modules.
+        # Ray disables bytecode files for its workers. Without them every process here would compile
+        # all modules.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        # Counting GPUs during an import must not start CUDA, which cannot be forked.
+        # An import that counts GPUs must not start CUDA, because CUDA cannot be forked.
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         facts = self._facts
         modules = []
@@ -174,7 +174,7 @@ class RankActor:
         return self._facts
 
     def warm(self, limit_s: float) -> str:
-        """Wait until everything is imported; return an empty text, or the reason of a failure."""
+        """Wait until everything is imported. Return an empty text, or the reason of a failure."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._warm or self._broken, limit_s):
                 return f"not done within {limit_s:g} s"
@@ -206,8 +206,8 @@ class RankActor:
             self._connection.sendall(json.dumps(order).encode() + b"\n")
 
     def wait_end(self) -> dict[str, Any]:
-        """Wait for the rank's end; return exit status (negative for a signal), time, last log
-        lines."""
+        """Wait for the rank's end. Return its exit status (negative for a signal), the time, and
+        the last log lines."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
             return {
@@ -217,8 +217,8 @@ class RankActor:
             }
 
     def progress(self) -> dict[str, Any]:
-        """Return the rank's progress: its steps since the last call, and how long it has been
-        silent."""
+        """Return the rank's progress: its steps since the last call, and the time of its
+        silence."""
         with self._changed:
             steps, now = list(self._steps), time.monotonic()
             self._steps.clear()
@@ -236,13 +236,13 @@ class RankActor:
             }
 
     def stacks(self) -> list[str]:
-        """Make the rank write the stacks of its threads to its log; return the log's last lines."""
+        """Make the rank write the stacks of its threads to its log. Return the log's last lines."""
         self._order({"order": "signal", "number": int(STACKS_SIGNAL)})
         time.sleep(_STACKS_S)
         return last_lines(self._log)
 
     def tell_to_end(self) -> None:
-        """Ask the rank to end, because its machine is being drained; a rank of a replica leaves
+        """Ask the rank to end, because its machine is being drained. A rank of a replica leaves
         after its step."""
         self._order({"order": "tell", "number": int(signal.SIGTERM)})
 
@@ -283,7 +283,7 @@ class BytePSActor:
         return node_facts()
 
     def start(self, role: str, environment: Mapping[str, str], limit_s: float) -> tuple[str, int]:
-        """Start the process; for a scheduler, wait until it listens and return host and port.
+        """Start the process. For a scheduler, wait until it listens, and return its host and port.
 
         Raises:
             RuntimeError: the process does not start, or a scheduler does not listen within
@@ -310,7 +310,7 @@ class BytePSActor:
         return self._starts
 
     def wait_end(self) -> dict[str, Any]:
-        """Wait for the process's end; return its exit status (negative for a signal) and last log
+        """Wait for the process's end. Return its exit status (negative for a signal) and last log
         lines."""
         child = self._child
         assert child is not None
@@ -319,7 +319,7 @@ class BytePSActor:
         return {"status": child.status, "at": time.time(), "lines": child.last_lines()}
 
     def signal(self, number: int) -> None:
-        """Send the process a signal, for tests of failures."""
+        """Send the process a signal. Tests of failures use this."""
         if self._child is not None:
             self._child.signal(signal.Signals(number))
 

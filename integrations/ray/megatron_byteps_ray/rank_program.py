@@ -28,12 +28,12 @@ from .profiling import asked_for, profiled
 
 BEAT_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
-"""Signal that makes a rank write the stacks of its threads to its log, even if it hangs outside
-Python."""
+"""Signal that makes a rank write the stacks of its threads to its log. It works even if the rank
+hangs outside Python."""
 
 
 def run(order: dict[str, Any]) -> int:
-    """Run as the rank that the order describes; return the exit status."""
+    """Run as the rank that the order describes. Return the exit status."""
     os.environ.update(order["environment"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -91,8 +91,8 @@ def call_entry(entry: str, arguments: Sequence[str]) -> None:
 
 
 def _beat() -> None:
-    """Report periodically that this process is alive, and how much it has pushed: waiting ranks
-    have pushed more than the rank that they wait for."""
+    """Report from time to time that this process is alive, and how much it has pushed. Ranks that
+    wait have pushed more than the rank for which they wait."""
     while True:
         pushed = 0
         bps = sys.modules.get("byteps.torch")
@@ -105,8 +105,8 @@ def _beat() -> None:
 def _prepare_checkpoints() -> None:
     """Fork the process in which Megatron collects reports of checkpoint writers.
 
-    Megatron spawns it at the first checkpoint, which takes seconds in each generation to import
-    torch. A fork must happen before threads and CUDA are started.
+    Megatron would spawn it at the first checkpoint. In each generation that takes seconds, to
+    import torch. The fork must come before threads and CUDA are started.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -114,7 +114,8 @@ def _prepare_checkpoints() -> None:
 
 
 def _watch_megatron() -> None:
-    """Report Megatron's start, steps and checkpoints, by wrapping functions that its loop calls."""
+    """Report Megatron's start, steps and checkpoints. For this, wrap functions that its loop
+    calls."""
     import byteps.torch
     import torch.distributed
     from megatron.training import training
@@ -150,8 +151,8 @@ def _mark_after(module: Any, name: str, mark: str, before: str = "") -> None:
 
 
 def _reporting(training_log: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's step log, which every rank calls after each step, so that it also reports the
-    step."""
+    """Wrap Megatron's step log so that it also reports the step. Every rank calls the log after
+    each step."""
     signature = inspect.signature(training_log)
 
     @functools.wraps(training_log)

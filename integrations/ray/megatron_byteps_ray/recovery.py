@@ -1,4 +1,4 @@
-"""Cause of a generation's end; scheduler and servers, which outlive failing ranks."""
+"""Causes of a generation's end; and scheduler and servers, which outlive failing ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import ray
 from .cluster import Pool
 from .settings import Settings, first_metrics_port, metrics_of_server
 
-# Kinds of ends, likeliest cause first: a lost machine makes ranks fail, but not the reverse.
+# Kinds of ends, the likeliest cause first: a lost machine makes ranks fail, but not the reverse.
 LOST, KILLED, HUNG, LEFT, FAILED = "lost", "killed", "hung", "left", "failed"
 _ORDER = (LOST, KILLED, HUNG, LEFT, FAILED)
 LEFT_STATUS = 128 + signal.SIGTERM
-"""Exit status of a rank whose replica was asked to end, and has left the others."""
+"""Exit status of a rank whose replica was asked to end, and has left the other replicas."""
 
 # Texts by which BytePS and torch.distributed report the failure of another process.
 _CONSEQUENCES = ("was lost", "BytePSError", "gloo", "NCCL", "Connection reset", "DistNetworkError")
@@ -29,19 +29,21 @@ class End:
     """End of a process, or of the actor that owned it."""
 
     who: str
-    """"rank 3", "server 0" or "scheduler"."""
+    """Name of the process: "rank 3", "server 0" or "scheduler"."""
     kind: str
-    """``lost``: its actor is gone. ``killed``: by a signal. ``hung``: ended by the driver for lack
-    of progress. ``left``: its replica was asked to end. ``failed``: by its exit status."""
+    """Kind of the end. ``lost``: the actor is gone. ``killed``: by a signal. ``hung``: the driver
+    has ended it for lack of progress. ``left``: its replica was asked to end. ``failed``: by its
+    exit status."""
     at: float
-    """Seconds since the epoch, by its machine's clock."""
+    """Seconds since the epoch, on the clock of the process's machine."""
     status: int | None = None
     lines: list[str] = field(default_factory=list)
     """Last lines of its log."""
 
     @classmethod
     def reported(cls, who: str, report: dict[str, Any], *, may_leave: bool = False) -> End:
-        """Build it from its actor's report. ``may_leave``: the process is a rank of a replica."""
+        """Build it from an actor's report. ``may_leave``: whether the process is a rank of a
+        replica."""
         status = report["status"]
         kind = KILLED if status is not None and status < 0 else FAILED
         if status == LEFT_STATUS and may_leave:
@@ -60,11 +62,11 @@ class End:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether its last lines blame another process."""
+        """Return whether the last lines blame another process."""
         if self.kind != FAILED:
             return False
         if self.rank is None:
-            return True  # Scheduler and servers fail by themselves only when a node was lost.
+            return True  # scheduler and servers fail by themselves only when a node was lost
         return any(word in line for line in self.lines[-3:] for word in _CONSEQUENCES)
 
     def __str__(self) -> str:
@@ -94,8 +96,8 @@ class Failure:
         """Separate causes from consequences; ``ends`` is not empty."""
         first = min(ends, key=lambda end: (_ORDER.index(end.kind), end.is_consequence, end.at))
         rank_of = (first.kind, first.is_consequence)
-        # If processes failed by themselves, only the first failure counts: later ones may be
-        # consequences.
+        # If processes failed by themselves, only the first one counts, because later failures may
+        # be consequences.
         alone = first.kind == FAILED
         causes = [
             end
@@ -131,13 +133,13 @@ class Servers:
         self._known: dict[str, str] = {}
         self._hosts: dict[int, str] = {}
         self.watched: dict[Any, str] = {}
-        """Calls that return when a process has ended, with the process's name; see `take`."""
+        """Calls that return when a process has ended, by the process's name; see `take`."""
 
     def start(self, ranks: int) -> tuple[dict[str, str], End | None]:
-        """Start them unless they are running.
+        """Start scheduler and servers, unless they are running.
 
         Returns:
-            the variables for ranks, and the End that prevented the start, if any.
+            the variables for ranks, and the End that has prevented the start, if any.
         """
         if not self._pool.byteps:
             return {}, None
@@ -176,8 +178,8 @@ class Servers:
 
     @staticmethod
     def _port(environment: Mapping[str, str], index: int) -> dict[str, str]:
-        """Return the variable for a server's metrics port; the scheduler, which is the first, has
-        none."""
+        """Return the variable for a server's metrics port. The scheduler, which is the first
+        process, has none."""
         return metrics_of_server(environment, index - 1) if index else {}
 
     def metrics(self) -> list[str]:
@@ -187,15 +189,16 @@ class Servers:
         return [f"{host}:{first + index - 1}" for index, host in servers]
 
     def replace(self, who: str) -> bool:
-        """Start a replacement for a lost server, while the ranks wait for it.
+        """Start a replacement for a lost server. The ranks wait for it.
 
         Returns:
-            whether it was started: False if BYTEPS_REPLACE_SERVERS_S is 0, or the start fails.
+            whether the replacement was started. False if BYTEPS_REPLACE_SERVERS_S is 0, or if the
+            start fails.
         """
         environment = self._environment(self._settings.ranks)
         try:
             waits = float(environment.get("BYTEPS_REPLACE_SERVERS_S", "0")) > 0
-        except ValueError:  # The scheduler has reported the invalid value.
+        except ValueError:  # the scheduler has reported the invalid value
             waits = False
         if not waits or not who.startswith("server") or not self._known:
             return False
@@ -212,7 +215,7 @@ class Servers:
         return True
 
     def take(self, ref: Any) -> tuple[str, dict[str, Any] | None]:
-        """Return the name of a process that has ended, and its actor's report; None: the actor is
+        """Return the name of a process that has ended, and its actor's report. None: the actor is
         lost, and is replaced."""
         who = self.watched.pop(ref)
         try:
@@ -222,7 +225,7 @@ class Servers:
             return who, None
 
     def after(self, ends: Sequence[End], steps: int) -> None:
-        """Handle the end of a generation after `steps` steps: stop the servers if they may be at
+        """Handle the end of a generation after `steps` steps. Stop the servers if they may be at
         fault.
 
         The servers are not at fault if ranks failed by themselves after a step. After the loss of a
@@ -243,8 +246,8 @@ class Servers:
             ray.wait(refs, num_returns=len(refs), timeout=limit_s)
 
     def stop(self) -> None:
-        """End all of them, and wait for their ends; actors that do not answer are left to
-        the pool."""
+        """End all of them, and wait for their ends. Actors that do not answer are left to the
+        pool."""
         calls = [actor.stop.remote() for actor in self._pool.byteps]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)

@@ -1,8 +1,8 @@
 """Settings and limits of a job, and the places of its processes.
 
 Ray names GPUs by the entries of its node's CUDA_VISIBLE_DEVICES: ``4`` in ``4,5``, or the UUID of a
-GPU or a slice (MIG). CUDA numbers them by their index in that list, which ``LOCAL_RANK`` must equal
-for ``torch.cuda.set_device(LOCAL_RANK)``. BytePS counts ranks instead.
+GPU or a slice (MIG). CUDA numbers them by their index in that list. ``LOCAL_RANK`` must equal that
+index for ``torch.cuda.set_device(LOCAL_RANK)``. BytePS counts ranks instead.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class Layout:
     """Parallelism of a job's ranks."""
 
     model: int
-    """Ranks that hold a copy of the model: tensor times pipeline times context parallelism."""
+    """Number of ranks that hold a copy of the model: tensor times pipeline times context
+    parallelism."""
     expert: int
     """Number of expert ranks; it must divide the number of ranks."""
     micro_batch: int
     global_batch: int | None
-    """Sequences per step; None: as many as the copies process at the same time."""
+    """Sequences per step. None: as many as the copies process at the same time."""
 
     @classmethod
     def of(cls, arguments: Sequence[str], multiple: int | None = None) -> Layout:
@@ -88,7 +89,8 @@ _SLICE = "MIG-"
 
 
 def gpu_numbers(given: Sequence[str], mask: str | None) -> list[int]:
-    """Return CUDA's numbers of these GPUs in a process with this ``mask``; None: it sees all GPUs.
+    """Return CUDA's numbers of these GPUs in a process with this ``mask``. None: the process sees
+    all GPUs.
 
     Raises:
         ValueError: the mask lacks a GPU.
@@ -106,7 +108,7 @@ def gpu_numbers(given: Sequence[str], mask: str | None) -> list[int]:
 
 
 def is_slice(given: Sequence[str]) -> bool:
-    """Return whether it is a slice of a GPU (MIG)."""
+    """Return whether the name is that of a slice of a GPU (MIG)."""
     return any(gpu.startswith(_SLICE) for gpu in given)
 
 
@@ -124,8 +126,8 @@ def local_variables(places: Sequence[Mapping[str, Any]], rank: int) -> dict[str,
         return {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(len(here)), **ours}
     highest = max(gpu for other in here for gpu in places[other]["gpus"])
     values = {"LOCAL_RANK": str(gpus[0]), "LOCAL_WORLD_SIZE": str(highest + 1), **ours}
-    # NCCL does not allow two ranks of a host to share a GPU, so sharing ranks get different host
-    # ids.
+    # NCCL does not allow two ranks of a host to share a GPU, so ranks that share one get different
+    # host ids.
     if any(_sharers_before(places, here, other) for other in here):
         values["NCCL_HOSTID"] = f"{node}-{_sharers_before(places, here, rank)}"
     return values
@@ -133,7 +135,7 @@ def local_variables(places: Sequence[Mapping[str, Any]], rank: int) -> dict[str,
 
 def _sharers_before(places: Sequence[Mapping[str, Any]], here: Sequence[int], rank: int) -> int:
     """Return how many lower ranks have the same GPU. A slice's name does not identify its GPU, so
-    all slices are assumed to be of the same GPU."""
+    all slices count as slices of one GPU."""
     own = places[rank]
     return sum(
         other < rank
@@ -146,10 +148,10 @@ _PORT_TRIES = 100
 
 
 def free_port() -> int:
-    """Return a port on which no process listens, for a process that binds it later.
+    """Return a port on which no process listens. Another process binds it later.
 
-    It is outside the kernel's ephemeral range, from which an outgoing connection might take it
-    meanwhile.
+    The port is outside the kernel's ephemeral range, from which an outgoing connection might take
+    it meanwhile.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
     lowest, highest = (int(number) for number in given.split())
@@ -166,10 +168,10 @@ def free_port() -> int:
 
 
 METRICS_PORT = "BYTEPS_METRICS_PORT"
-"""First metrics port. Servers have one port each, on any machine, and ranks the ports after those:
-no two processes of a machine have the same port."""
+"""Variable of the first metrics port. Each server has a port, on any machine, and the ranks have
+the following ports. So no two processes of a machine have the same port."""
 METRICS_FILE = "prometheus.json"
-"""File in the job's folder; Prometheus reads it as ``file_sd_configs``, again after each change."""
+"""File in the job's folder. Prometheus reads it as ``file_sd_configs``, again after each change."""
 
 
 def first_metrics_port(environment: Mapping[str, str]) -> int:
@@ -193,7 +195,7 @@ def metrics_of_server(environment: Mapping[str, str], index: int) -> dict[str, s
 
 
 def metrics_of_ranks(environment: Mapping[str, str], servers: int) -> dict[str, str]:
-    """Return the variable for ranks; each rank adds its BYTEPS_LOCAL_RANK."""
+    """Return the variable for ranks. Each rank adds its BYTEPS_LOCAL_RANK."""
     return metrics_of_server(environment, servers)
 
 
@@ -205,7 +207,7 @@ def write_metrics_list(
     Args:
         ranks: the first port of ranks.
         servers: metrics address of each server, ``address:port``.
-        places: places of ranks; see ``local_variables``, plus ``address``.
+        places: places of the ranks; see ``local_variables``. They also have ``address``.
     """
     targets = [
         {"targets": [where], "labels": {"job": folder.name, "server": str(index)}}
@@ -224,8 +226,7 @@ FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_",
 """Prefixes of the driver's variables that are set in all ranks and servers."""
 
 SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
-"""Variables that are not forwarded, because a file of the driver's machine may not exist on other
-machines."""
+"""Variables that are not forwarded, because their file may exist on the driver's machine only."""
 
 
 PRELOAD = ("torch", "byteps.torch", "megatron.training.training")
@@ -242,7 +243,7 @@ _PRELOAD_HUGGING_FACE = "megatron_byteps_hf.preload"
 def preload_for(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the modules to import beforehand for a Megatron script with these arguments.
 
-    Megatron-Bridge, which ``--hf-model`` needs, takes as long to import as all the others.
+    Megatron-Bridge, which ``--hf-model`` needs, takes as long to import as all others together.
     """
     pretrained = any(a.partition("=")[0] == "--hf-model" for a in arguments)
     return (*PRELOAD, _PRELOAD_HUGGING_FACE) if pretrained else PRELOAD
@@ -278,17 +279,17 @@ class Settings:
     """Settings of a job. Raises ValueError for invalid settings."""
 
     entry: str
-    """The script: a path ending in .py, or ``module:function``."""
+    """Script to run: a path ending in .py, or ``module:function``."""
     arguments: tuple[str, ...] = ()
     ranks: int = 2
-    """Number of ranks, of all replicas."""
+    """Number of ranks of all replicas together."""
     replicas: int = 1
-    """Number of jobs of equal size that train the same model, and meet only at the servers; each
-    restarts on its own. ``spares`` is per replica."""
+    """Number of replicas: jobs of equal size that train the same model, and meet only at the
+    servers. Each restarts by itself. ``spares`` is per replica."""
     spares: int = 0
-    """Number of actors beyond the ranks that have imported everything and wait."""
+    """Number of additional actors, which have imported everything and wait."""
     servers: int = 1
-    """Number of ``byteps-server`` processes; 0: BytePS is not used, or has its own cluster."""
+    """Number of ``byteps-server`` processes. 0: BytePS is not used, or has a cluster of its own."""
     min_ranks: int | None = None
     """Smallest number of ranks with which the job goes on, if a lost rank cannot be replaced. None:
     it never goes on with fewer ranks."""
@@ -296,14 +297,14 @@ class Settings:
     """The number of ranks must be a multiple of this. None: from Megatron's arguments."""
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
-    """1, 0, or a fraction if ranks share a GPU."""
+    """Number of GPUs per rank: 1, 0, or a fraction if ranks share a GPU."""
     server_cpus: float = 1.0
     server_resource: str | None = None
-    """Ray resource of the machines for scheduler and servers, such as "byteps"."""
+    """Ray resource of the machines on which scheduler and servers run, such as "byteps"."""
     folder: Path = Path("build/ray")
-    """Folder for state, logs and the record of steps: the same path on each machine."""
+    """Folder for state, logs and the record of steps. It has the same path on each machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of all ranks and servers, in addition to those forwarded from the driver."""
+    """Variables of all ranks and servers, in addition to the driver's that are forwarded."""
     python_path: tuple[str, ...] = ()
     """Folders from which ranks import first."""
     preload: tuple[str, ...] = PRELOAD
@@ -311,16 +312,16 @@ class Settings:
     max_restarts: int = 20
     """Total number of restarts of the job."""
     max_fruitless: int = 3
-    """Number of restarts in a row without a single step."""
+    """Limit of restarts in a row without a single step."""
     memory_save_interval: int | None = None
-    """Interval, in steps, for keeping each rank's training state in the memory of machines. None:
-    off. Needs a script that uses Megatron's loop, and nvidia-resiliency-ext."""
+    """Interval, in steps, at which each rank's training state is kept in the memory of machines.
+    None: off. Needs a script that uses Megatron's loop, and nvidia-resiliency-ext."""
     limits: Limits = Limits()
     profile: Profile | None = None
     """Profile to make, if any."""
     resume: bool = False
-    """Continue the counts of generations and restarts in the folder, after the driver itself was
-    lost."""
+    """Whether to continue the counts of generations and restarts in the folder, after the driver
+    itself was lost."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("spares", 0), ("servers", 0), ("max_restarts", 0)):
@@ -369,17 +370,17 @@ class Settings:
 
     @property
     def is_replica(self) -> bool:
-        """Return whether the job is a replica of several that train the same model."""
+        """Return whether the job is one of several replicas that train the same model."""
         return "BYTEPS_REPLICA" in self.environment
 
     @property
     def leaves_when_told(self) -> bool:
-        """Return whether ranks end after a step when they get SIGTERM: ranks of a replica, and of a
-        script that then saves a checkpoint."""
+        """Return whether ranks end after a step when they get SIGTERM. Ranks of a replica do, and
+        so do ranks of a script that then saves a checkpoint."""
         return self.is_replica or "--exit-signal-handler" in self.arguments
 
     def secret(self) -> str:
-        """Return the job's secret: the environment's, otherwise a new one; empty without
+        """Return the job's secret: that of the environment, or a new one. Empty without
         authentication.
 
         Raises:
@@ -398,8 +399,9 @@ class Settings:
         return secrets.token_hex(32) if self.servers else ""
 
     def forwarded(self) -> dict[str, str]:
-        """Return the driver's variables for all processes, and those of the settings."""
-        # A job with its own servers sets DMLC_ variables itself; the driver's name another cluster.
+        """Return the driver's variables that all processes get, and those of the settings."""
+        # A job with servers of its own sets DMLC_ variables itself. The driver's variables name
+        # another cluster.
         begins = FORWARDED if self.servers else (*FORWARDED, "DMLC_")
         own = {k: v for k, v in os.environ.items() if k.startswith(begins)}
         return {k: v for k, v in own.items() if k not in SET_BY_DRIVER} | dict(self.environment)

@@ -1,4 +1,4 @@
-"""Step reports of all ranks; the job records those of a single rank."""
+"""Step reports of all ranks. The job records those of one rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Step = dict[str, Any]
 
 
 class StepReports:
-    """Chooses the reports to record: those of the first rank from which the driver hears, the
-    reporter."""
+    """Chooses the reports to record: those of the reporter, the first rank from which the driver
+    hears."""
 
     def __init__(self) -> None:
         self._reporter: int | None = None
         self._recorded = 0
         self._counts: dict[int, int] = {}
-        """Number of reports of each rank except the reporter."""
+        """Number of reports of each rank, except the reporter."""
         self._ahead: dict[int, deque[tuple[int, Step]]] = {}
-        """Steps that the reporter has not reported yet, with their numbers, by rank."""
+        """Steps that the reporter has not reported yet, by rank, with their numbers."""
 
     def take(self, rank: int, step: Step) -> bool:
         """Return whether to record this report."""
@@ -37,7 +37,7 @@ class StepReports:
         return False
 
     def missing(self) -> Iterator[tuple[int, Step]]:
-        """Yield the reports that a lost reporter did not make, each with its rank."""
+        """Yield the reports that a lost reporter has not made, each with its rank."""
         if self._ahead:
             rank = max(self._ahead, key=lambda rank: (len(self._ahead[rank]), -rank))
             yield from ((rank, step) for _, step in self._ahead[rank])

@@ -1,6 +1,6 @@
 """verl on the patched Megatron-LM: reinforcement learning with gradients summed by BytePS.
 
-verl itself needs only a line of configuration for BytePS, not this package:
+For BytePS, verl needs only a line of configuration, not this package:
 ``actor_rollout_ref.actor.megatron.override_ddp_config={use_dpu_reduce: true}``. This package runs
 verl's trainer, its Megatron engine and its vLLM without a GPU or without Transformer Engine. It
 also makes a run fail and restart in cases in which verl alone would wait for ever.

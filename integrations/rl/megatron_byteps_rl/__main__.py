@@ -1,4 +1,4 @@
-"""Runs verl's PPO trainer; restarts it from its last checkpoint when it fails."""
+"""Runs verl's PPO trainer. When it fails, restarts it from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 30.0
 _FOLDER = Path("/dev/shm")
 _PATTERNS = ("psm_*", "vllm_dist_*", "verl_weights_*")
-"""Names of shared memory of Python (for vLLM), of vLLM's ranks on a CPU, and of verl."""
+"""Names of shared memory that Python (for vLLM), vLLM's ranks on a CPU, and verl create."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -68,14 +68,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 
 
 def values(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the values that these overrides set, by name; the last of several counts."""
+    """Return the values that these overrides set, by name. Of several, the last one counts."""
     pairs = (override.partition("=") for override in overrides if "=" in override)
     return {name.lstrip("+"): value for name, _, value in pairs}
 
 
 def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
     """Call `run` until it succeeds, or has failed more than `restarts` times at the same
-    checkpoint, which `checkpoint` returns. Returns the last exit status."""
+    checkpoint. `checkpoint` returns the name of the checkpoint. Return the last exit status."""
     failures, last = 0, checkpoint()
     while status := run():
         now = checkpoint()
@@ -89,8 +89,8 @@ def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int)
 
 
 def _run(overrides: Sequence[str], spares: int) -> int:
-    """Make one attempt, and return its exit status; -N: it was ended by signal N. All its processes
-    have ended by then."""
+    """Make one attempt. Return its exit status; -N: signal N has ended it. All its processes have
+    then ended."""
     began = time.time()
     given = values(overrides)
     keep_metrics(
@@ -122,7 +122,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    # Ray's local processes are in its session, and end by themselves after the driver.
+    # Ray's local processes are in the attempt's session, and end by themselves after the driver.
     deadline = time.monotonic() + _GRACE_S
     while _session(process.pid) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -151,7 +151,7 @@ def _mapped() -> Iterator[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             yield from (line.split(None, 5)[-1].rstrip() for line in maps.open(encoding="utf-8"))
-        except OSError:  # The process has ended, or belongs to another user.
+        except OSError:  # the process has ended, or belongs to another user
             continue
 
 
@@ -159,7 +159,8 @@ def remove_leftovers(since: float) -> list[str]:
     """Remove this user's shared memory that was created after `since` and that no process has
     mapped.
 
-    Ray ends vLLM's processes by SIGKILL, so they cannot clean up. Returns the removed names.
+    Ray ends vLLM's processes by SIGKILL, so they cannot clean up. Returns the names that were
+    removed.
     """
     files = [file for pattern in _PATTERNS for file in _FOLDER.glob(pattern)]
     mapped = set(_mapped()) if files else set()

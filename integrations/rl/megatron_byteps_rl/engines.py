@@ -11,10 +11,10 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 VENDOR = "local"
-"""Value of ``VERL_ENGINE_VENDOR`` with which verl uses these engines."""
+"""Value of ``VERL_ENGINE_VENDOR`` that makes verl use these engines."""
 
 SPARE = "MEGATRON_BYTEPS_RL_SPARE"
-"""Variable of a process that imports everything and waits until it replaces a lost rank."""
+"""Variable of a process that has imported everything and waits until it replaces a lost rank."""
 
 # Features that Megatron and its bridge would take from Transformer Engine and Apex.
 _FUSED = (
@@ -49,16 +49,16 @@ _prepared = False
 
 
 def prepare(*, joins: bool = True) -> None:
-    """Make this process a worker with these engines, once, before verl imports its own.
+    """Make this process a worker with these engines. Called once, before verl imports its own.
 
     Args:
-        joins: also :func:`join`.
+        joins: whether to call :func:`join`, too.
     """
     global _prepared
     if _prepared:
         return
     _prepared = True
-    # The import must come before torch.cuda's replacements are installed.
+    # This import must come before torch.cuda's replacements are installed.
     import verl.workers.rollout.vllm_rollout  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
@@ -78,9 +78,9 @@ def prepare(*, joins: bool = True) -> None:
 
 
 def join() -> None:
-    """Join the process group of the environment: over gloo, and NCCL for GPUs. A rank takes the GPU
-    of its local rank among the visible GPUs. Raises RuntimeError if it cannot join, or if no GPU is
-    visible but needed."""
+    """Join the process group of the environment, over gloo, and over NCCL for GPUs. A rank takes
+    the GPU of its local rank among the visible GPUs. Raises RuntimeError if it cannot join, or if
+    it needs a GPU and sees none."""
     if get_device_name() == "cpu":
         # verl would name gloo twice, for the CPU and for the device, which torch refuses.
         initialize_global_process_group_ray(backend="gloo")
@@ -90,11 +90,11 @@ def join() -> None:
 
 
 def keep_parameters() -> None:
-    """Make a run with adapters resume from a checkpoint.
+    """Let a run with adapters resume from a checkpoint.
 
-    verl 0.9.1 loads adapters into the sharded state, then uses it to describe the optimizer's
-    state. Loading puts detached tensors there, which Megatron's optimizer cannot match with its
-    parameters.
+    verl 0.9.1 loads adapters into the sharded state, and then uses that state to describe the
+    optimizer's. Loading puts detached tensors there, which Megatron's optimizer cannot match with
+    its parameters.
     """
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
@@ -110,7 +110,7 @@ def keep_parameters() -> None:
 
 
 def take_gpu() -> None:
-    """Make this rank's GPU the current one: under Ray a process sees only its own. Raises
+    """Make this rank's GPU the current one. Under Ray a process sees only its own. Raises
     RuntimeError if torch sees none."""
     seen = torch.cuda.device_count()
     if seen == 0:
@@ -123,7 +123,8 @@ def take_gpu() -> None:
 
 
 def register() -> None:
-    """Register these as verl's Megatron engines: for the CPU, and as a vendor's for GPUs."""
+    """Register these as verl's Megatron engines: for the CPU, and as a vendor's engines for
+    GPUs."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -132,11 +133,11 @@ def register() -> None:
     from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
     def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Sequences are padded on the right, so the causal mask is sufficient; and Megatron's local
+        # Sequences are padded on the right, so the causal mask is sufficient. Megatron's local
         # attention does not accept a mask of verl's shape.
         return args, {**kwargs, "attention_mask": None}
 
-    mixed_in: Any = object  # The other base class below is an engine of verl.
+    mixed_in: Any = object  # the other base class below is an engine of verl
 
     class Local(mixed_in):
         """Megatron's local layers."""
@@ -169,14 +170,14 @@ def register() -> None:
         def to(
             self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
         ) -> None:
-            """Do the same as on a GPU: move parameters and gradients to the host or back.
+            """Move parameters and gradients to the host or back, as on a GPU.
 
             Device and host have the same name here, so the place of the parameters decides the
             direction.
             """
             buffers = [buffer for chunk in self.module for buffer in _buffers(chunk)]
             if not (model and buffers):
-                return  # From the CPU to the CPU: nothing to do.
+                return  # nothing to do from the CPU to the CPU
             if any(buffer.param_data.untyped_storage().nbytes() == 0 for buffer in buffers):
                 load_megatron_model_to_gpu(self.module, load_grad=grad)
             else:

@@ -1,4 +1,4 @@
-"""The file of verl's file logger, which verl empties whenever training begins."""
+"""Keeps the file of verl's file logger, which verl empties whenever training begins."""
 
 from __future__ import annotations
 

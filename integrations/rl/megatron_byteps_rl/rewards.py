@@ -1,6 +1,7 @@
-"""verl's reward worker, changed so that a reward model can have GPUs of its own.
+"""Reward worker of verl, changed so that a reward model can have GPUs of its own.
 
-verl 0.9.1 then lacks the key ``reward_extra_info`` of each score, and all responses fail.
+With such GPUs, verl 0.9.1 lacks the key ``reward_extra_info`` of each score, and all responses
+fail.
 """
 
 from __future__ import annotations

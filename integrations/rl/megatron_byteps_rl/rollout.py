@@ -1,7 +1,8 @@
-"""verl's vLLM rollout, changed so that a failed weight update does not block the job for ever.
+"""vLLM rollout of verl, changed so that a failed weight update does not block the job for ever.
 
-verl's sender waits for its receiver without a limit, even if that has failed. Here it also checks
-the receiving call. Besides, verl 0.9.1 pauses vLLM by an argument that newer versions have renamed.
+verl's sender waits for its receiver without a limit, even if the receiver has failed. The sender
+here also checks the receiving call. Besides, verl 0.9.1 pauses vLLM by an argument that newer
+versions have renamed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import zmq
 _LOOK_MS = 500
 """Interval between two checks of the receiving call."""
 _LATE_S = 60.0
-"""Time limit for the answer after the receiver has returned."""
+"""Time limit for the answer when the receiver has returned."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -24,10 +25,10 @@ class WeightUpdateError(RuntimeError):
 
 
 def wait_for(socket: Any, event: int, receiving: Any) -> None:
-    """Wait until a socket can send to the receiver (zmq.POLLOUT) or has its answer (zmq.POLLIN).
+    """Wait until a socket can send to the receiver (zmq.POLLOUT), or has its answer (zmq.POLLIN).
 
-    ``receiving`` is Ray's call of the receiver, or None if another rank made it. Raises
-    WeightUpdateError if that call failed, or returned without an answer.
+    ``receiving``: Ray's call of the receiver; None if another rank has made it. Raises
+    WeightUpdateError if that call has failed, or has returned without an answer.
     """
     returned_at: float | None = None
     while not socket.poll(_LOOK_MS, event):
@@ -62,7 +63,7 @@ class _Socket:
         return self._socket.recv()
 
     def close(self) -> None:
-        # Unread messages must not block the process's exit.
+        # unread messages must not block the exit of the process
         self._socket.close(linger=0)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +133,8 @@ def pause_by_mode(pause: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # The class is made on demand: verl looks rollouts up by name, and importing vLLM takes seconds.
+    # The class is made on demand, because verl looks rollouts up by name, and importing vLLM takes
+    # seconds.
     if name == "Adapter":
         globals()[name] = _make_adapter()
         return globals()[name]

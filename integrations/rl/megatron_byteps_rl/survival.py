@@ -1,4 +1,4 @@
-"""verl's synchronous trainer, which goes on when a rank's process is lost: a spare takes its place.
+"""Synchronous trainer of verl that goes on when a rank's process is lost: a spare takes its place.
 
 The other processes stay: ranks, vLLM, reward workers, the transfer queue. All ranks leave the old
 job, join a new one, make their models anew and load the last checkpoint.
@@ -23,9 +23,10 @@ from .engines import SPARE
 from .metrics_file import keep_metrics
 
 _POOL = "global_pool"
-"""verl's name of the GPUs of actor, critic, reference and rollout."""
+"""verl's name for the GPUs of actor, critic, reference and rollout."""
 _ANSWER_S = 60.0
-"""Longest wait for an answer of a rank. Its call of the failed step has to end first."""
+"""Longest wait, in seconds, for an answer of a rank. The rank's call of the failed step must end
+first."""
 _JOIN_S = 180.0
 """Longest wait for all ranks to join the new job."""
 _QUEUE_S = 120.0
@@ -37,7 +38,7 @@ class NotReplacedError(RuntimeError):
 
 
 class Trainer(PPOTrainerSync):
-    """verl's synchronous trainer with spares."""
+    """Synchronous trainer of verl with spares."""
 
     spares = 1
     """Number of spare processes."""
@@ -62,7 +63,7 @@ class Trainer(PPOTrainerSync):
         print(f"ranks are processes {[pid for pid, *_ in self._places]}", flush=True)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train to the end, over all losses that spares can replace."""
+        """Train to the end. Losses that spares can replace do not end training."""
         while True:
             try:
                 return super().fit(agent_loop_manager)
@@ -76,7 +77,7 @@ class Trainer(PPOTrainerSync):
     # ----------------------------------------------------------------- spares
 
     def _refill(self) -> None:
-        """Start spares until there are as many as wanted; they import in the background."""
+        """Start spares until there are as many as wanted. They import in the background."""
         pool = self.resource_pool_manager.resource_pool_dict[_POOL]
         made, per_node = self._groups[0].ray_cls_with_init, pool.store[0]
         prefix = self._groups[0].name_prefix
@@ -117,7 +118,8 @@ class Trainer(PPOTrainerSync):
         return lost
 
     def _replace(self, rank: int) -> dict[str, str]:
-        """Put a spare of the same machine in the place of a lost rank; return its variables."""
+        """Put a spare of the same machine in the place of a lost rank. Return the spare's
+        variables."""
         _, node, gpus = self._places[rank]
         for spare in self._waiting:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -136,7 +138,7 @@ class Trainer(PPOTrainerSync):
     # ----------------------------------------------------------------- recovery
 
     def _recover(self) -> None:
-        """Replace lost ranks and load the last checkpoint; training can go on then."""
+        """Replace lost ranks, and load the last checkpoint. Training can then go on."""
         began = time.monotonic()
         lost = self._lost()
         before = list(self._places)
@@ -191,6 +193,6 @@ class Trainer(PPOTrainerSync):
 
 
 def install(spares: int) -> None:
-    """Make verl use this trainer in this process, with so many spares."""
+    """Make verl use this trainer in this process, with this number of spares."""
     Trainer.spares = spares
     trainer_base.TRAINER_REGISTRY["sync"] = Trainer

@@ -1,7 +1,7 @@
-"""Twinkle on a CPU: Megatron's layers in plain torch, in place of Transformer Engine's.
+"""Layers of Megatron in plain torch, in place of Transformer Engine's, for Twinkle on a CPU.
 
 Twinkle builds its models from Transformer Engine's layers, which do not run on a CPU. Call
-`install` in each rank, before Twinkle is imported; under Ray by ``worker_process_setup_hook``.
+`install` in each rank before Twinkle is imported; under Ray, by ``worker_process_setup_hook``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MODULES = (
 class Linear(nn.Module):
     """A linear layer with the arguments of Megatron's wrappers, split over tensor-parallel ranks.
 
-    `parallel_mode` selects the split. Returns values, and the bias if it has to be added later.
+    `parallel_mode` selects the split. The layer returns values, and the bias if it must be added
+    later.
     """
 
     mode = "duplicated"
@@ -63,7 +64,7 @@ class Linear(nn.Module):
             init_method(self.weight)
         self.bias = nn.Parameter(torch.zeros(self.out_features, dtype=kind)) if bias else None
         for parameter in self.parameters():
-            # Megatron marks dense parameters like this: all data-parallel ranks sum them.
+            # Megatron marks dense parameters in this way: all data-parallel ranks sum them.
             parameter.allreduce, parameter.sequence_parallel = True, False  # type: ignore[attr-defined]
         split = [self.weight] if column or row else []
         if column and self.bias is not None:
@@ -136,8 +137,8 @@ def _attention() -> type:
 
 
 def install() -> None:
-    """Make this process ready to train with Twinkle on a CPU. Must be called first."""
-    # Twinkle imports vllm if it is installed, and this takes half a minute per rank.
+    """Make this process ready to train with Twinkle on a CPU. Must be called before all else."""
+    # Twinkle imports vllm if it is installed, which takes half a minute per rank.
     sys.modules["vllm"] = None  # type: ignore[assignment]
     from megatron.training import cpu_layers, cpu_platform
 
@@ -153,7 +154,7 @@ def install() -> None:
     )
     layers = {
         "TELinear": Linear,
-        # A class for each, because LoRA checks the class of a layer.
+        # Each has its own class, because LoRA checks the class of a layer.
         "TEColumnParallelLinear": ColumnLinear,
         "TERowParallelLinear": RowLinear,
         "TELayerNormColumnParallelLinear": NormedLinear,
@@ -178,10 +179,10 @@ def install() -> None:
         module = MagicMock(name=name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__, module.__version__ = [], "0.0.0"
-        # isinstance() is called with these.
+        # isinstance() is called with these classes
         module.Float8BlockwiseQTensor = module.Float8BlockQuantizer = type("Absent", (), {})
         sys.modules[name] = module
-    # Twinkle does not support CPUs: its nearest platform is used with gloo.
+    # Twinkle does not support CPUs, so its nearest platform is used, with gloo.
     from twinkle import DeviceMesh
     from twinkle.utils.platforms.gpu import GPU
 
@@ -189,8 +190,8 @@ def install() -> None:
     make = DeviceMesh.create_process_group
 
     def create_process_group(mesh: Any, dims: Any) -> Any:
-        # Twinkle makes its data-parallel groups concurrently and under one name, so that two groups
-        # meet in the store and hang. With local synchronization the name contains the ranks.
+        # Twinkle makes its data-parallel groups at the same time and under one name, so two groups
+        # would meet in the store and hang. With local synchronization the name contains the ranks.
         new_group = partial(torch.distributed.new_group, use_local_synchronization=True)
         with patch.object(torch.distributed, "new_group", new_group):
             return make(mesh, dims)

@@ -14,8 +14,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 
 def _keep(layer: Any, remove_weight: bool) -> None:
-    # On some CPUs vLLM packs weights for oneDNN, unless they are small, and drops the originals. It
-    # could not load later weights after that.
+    # On some CPUs vLLM packs weights for oneDNN, unless they are small, and drops the originals.
+    # Then it could not load later weights.
     layer.cpu_linear = torch.nn.functional.linear
 
 

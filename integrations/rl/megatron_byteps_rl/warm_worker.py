@@ -1,4 +1,4 @@
-"""verl's process of a rank, changed so that it can join a new job after another rank was lost, and
+"""Process of a rank in verl, changed so that it can join a new job after another rank was lost, and
 so that a spare process can take the place of a lost one."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .engines import SPARE
 
 
 class _Fresh(Mapping[str, Any]):
-    """Keyword arguments that each call gets as a copy: verl's workers change their settings."""
+    """Keyword arguments of which each call gets a copy, because verl's workers change their
+    settings."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = dict(given)
@@ -34,7 +35,7 @@ class _Fresh(Mapping[str, Any]):
 
 def create(class_dict: dict[str, Any]) -> Any:
     """Do the same as verl's ``create_colocated_worker_cls``, with a class whose ``begin`` joins a
-    job, also for the second time in a process."""
+    job, even for the second time in a process."""
     from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
 
     for role in class_dict.values():
@@ -51,8 +52,8 @@ def create(class_dict: dict[str, Any]) -> Any:
                 super().__init__()
 
         def begin(self, environment: dict[str, str]) -> None:
-            """Leave the job, if this process is in one, and join the one that the variables
-            describe. Models are made anew by later calls. Blocks until all ranks call it."""
+            """Leave the job, if this process is in one, and join the job that the variables
+            describe. Later calls make the models anew. Blocks until all ranks call it."""
             self.worker_dict: dict[str, Any] = {}
             _leave()
             os.environ.pop(SPARE, None)
@@ -70,7 +71,7 @@ def create(class_dict: dict[str, Any]) -> Any:
 
 
 def _import_all() -> None:
-    """Import what the roles import when they make models."""
+    """Import all that the roles import when they make models."""
     import byteps.torch  # noqa: F401
     import transfer_queue  # noqa: F401
     import verl.checkpoint_engine
@@ -80,11 +81,11 @@ def _import_all() -> None:
 
 
 def _leave() -> None:
-    """Leave BytePS, Megatron's groups and torch.distributed; sums in flight fail."""
+    """Leave BytePS, Megatron's groups and torch.distributed. Sums in flight fail."""
     from megatron.core import parallel_state
     from megatron.core.distributed.dpu_reduce import hooks
 
-    gc.collect()  # Models of Megatron and their hooks are in cycles.
+    gc.collect()  # models of Megatron and their hooks are in cycles
     hooks.shutdown()
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
