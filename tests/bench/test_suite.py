@@ -184,7 +184,9 @@ def test_the_limit_counts_all_nics() -> None:
         ("cpu-seconds", None, 127.0, 0.4 / 3 / 1.048576e-3, False),
     ],
 )
-def test_bars(kind: str, low: float | None, high: float | None, value: float, ok: bool) -> None:
+def test_a_value_meets_its_thresholds(
+    kind: str, low: float | None, high: float | None, value: float, ok: bool
+) -> None:
     run = make_run({"byteps": [[1.0]], "gloo": [[1.5]]})
     verdict = judge(Gate(kind=kind, case=CASE, low=low, high=high), run)
     assert verdict.value == pytest.approx(value)

@@ -27,7 +27,7 @@ LAUNCHES = [
 ]
 
 
-def test_a_bar() -> None:
+def test_a_ratio_meets_its_threshold() -> None:
     assert train_bench.report(LAUNCHES, train_bench.parse(["--min-ratio", "1.4"]), []) == 0
     assert train_bench.report(LAUNCHES, train_bench.parse(["--min-ratio", "1.6"]), []) == 1
 

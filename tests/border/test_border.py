@@ -38,7 +38,7 @@ def _parameters() -> list[object]:
 
 
 @pytest.mark.parametrize(("interface", "scenario"), _parameters())
-def test_cell(run_dir: Path, interface: str, scenario: str) -> None:
+def test_each_interface_in_each_scenario(run_dir: Path, interface: str, scenario: str) -> None:
     # In `make test` a group is created fewer times than in the full matrix, to save time.
     rounds = 10 if (interface, scenario) in QUICK else matrix.ROUNDS
     job = matrix.run_cell(run_dir / "cell", interface, scenario, rounds=rounds)

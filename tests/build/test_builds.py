@@ -276,7 +276,7 @@ def cluster(
 @pytest.mark.requires("arm64")
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
-def test_it_is_for_arm64_and_needs_the_c_library_alone(server: Path) -> None:
+def test_the_arm64_server_needs_only_the_c_library(server: Path) -> None:
     elf = needs(server)
     assert elf.machine == "aarch64"
     assert platform.machine() == "x86_64", "elsewhere this would be no cross-compilation"
@@ -286,7 +286,7 @@ def test_it_is_for_arm64_and_needs_the_c_library_alone(server: Path) -> None:
 @pytest.mark.requires("arm64")
 @pytest.mark.thorough
 @pytest.mark.parametrize("cpu", CPUS)
-def test_what_it_chooses(server: Path, cpu: str) -> None:
+def test_the_arm64_server_chooses_kernels_by_the_cpu(server: Path, cpu: str) -> None:
     said = subprocess.run(
         [*emulated(server, cpu), "--features"], capture_output=True, text=True, check=True
     ).stdout

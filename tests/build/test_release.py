@@ -170,7 +170,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("name", PROJECT["optional-dependencies"])
-def test_its_environment_holds_what_an_extra_asks_for(name: str) -> None:
+def test_the_locked_environment_has_the_requirements_of_each_extra(name: str) -> None:
     shown = subprocess.run(
         [sys.executable, ROOT / "scripts/locks.py", "show", name],
         capture_output=True, text=True, check=True, timeout=60,

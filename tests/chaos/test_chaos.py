@@ -64,7 +64,7 @@ def test_a_job_goes_on_without_servers_and_scheduler(programs: Path, run_dir: Pa
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
 @pytest.mark.parametrize("lost", LASTING)
-def test_jobs_go_on(programs: Path, run_dir: Path, lost: str) -> None:
+def test_jobs_go_on_after_a_loss(programs: Path, run_dir: Path, lost: str) -> None:
     results = _play_rightly(LASTING[lost], programs, run_dir)
     if lost == "the scheduler":
         again = [log.read_text() for log in run_dir.glob("seed-*/scheduler-again-*.log")]

@@ -199,7 +199,7 @@ def demand_same(ours: Learned, theirs: Learned, *, bits: bool) -> None:
 
 @pytest.mark.timeout(2 * LIMIT_S + 100)
 @pytest.mark.parametrize("row", ROWS)
-def test_learns_the_same(run_dir: Path, row: str) -> None:
+def test_frameworks_learn_the_same(run_dir: Path, row: str) -> None:
     script, env, servers, bits = ROWS[row]
     theirs = script.natively(run_dir / "gloo")
     ours, reduced = script.through_servers(run_dir / "servers", env, servers)
@@ -213,7 +213,7 @@ def test_learns_the_same(run_dir: Path, row: str) -> None:
 
 @pytest.mark.timeout(4 * LIMIT_S + 100)
 @pytest.mark.parametrize("name", SHARDED)
-def test_shards_the_same(run_dir: Path, name: str) -> None:
+def test_sharded_frameworks_learn_the_same(run_dir: Path, name: str) -> None:
     script = SHARDED[name]
     theirs = script.natively(run_dir / "gloo")
     for dtypes, nbytes in (("none", 0.0), ("same", 4.0), (FEW_BITS, 130 / 128)):

@@ -65,7 +65,7 @@ def test_current_device_is_kept(make_cluster: Callable[..., Cluster]) -> None:
     cluster.run("devices:current_device", device="cuda")
 
 
-def test_interrupted(make_cluster: Callable[..., Cluster]) -> None:
+def test_an_interrupted_wait_on_a_gpu(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env=SMALL)
     cluster.start("devices:interrupted", device="cuda")
     cluster.wait_mark("waiting", [0])
@@ -136,7 +136,7 @@ def test_one_queue_of_the_device(make_cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_fewer_bits(make_cluster: Callable[..., Cluster], wire: str) -> None:
+def test_sums_of_gpu_tensors_in_few_bits(make_cluster: Callable[..., Cluster], wire: str) -> None:
     """Small integers are exact in bf16; a kernel decodes blocks of 8 bits."""
     env = {**FLAT, "BYTEPS_C10D_WIRE_DTYPE": wire}
     program = "collectives" if wire == "bf16" else "first_step"
@@ -177,7 +177,7 @@ def test_first_steps(make_cluster: Callable[..., Cluster], loading: str) -> None
 
 @pytest.mark.parametrize("lost", ["worker", "server", "scheduler"])
 @pytest.mark.parametrize("program", ["loop", "ddp_loop"])
-def test_what_is_lost_is_named(
+def test_each_rank_names_the_lost_rank(
     make_cluster: Callable[..., Cluster], program: str, lost: str
 ) -> None:
     cluster = make_cluster(workers=2, servers=2, env=SHORT)

@@ -171,7 +171,7 @@ def test_reads_its_own_flags_among_others(empty_model: str) -> None:
         (["--hf-model", "MODEL", "--hf-save", "MODEL"], "--hf-save must be another folder"),
     ],
 )
-def test_refuses(
+def test_unsupported_models_and_flags_are_refused(
     flags: list[str], message: str, empty_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
@@ -199,7 +199,7 @@ def test_refuses_weights_in_another_format(empty_model: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--lora-rank", "0"], ["--lora-dropout", "1"]])
-def test_refuses_values(
+def test_arguments_with_bad_values_are_refused(
     flags: list[str], empty_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

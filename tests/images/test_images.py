@@ -43,7 +43,7 @@ def container(platform: str, server_image: Callable[[str], str], buildah: Builda
 
 @pytest.mark.requires("root", "images")
 @pytest.mark.timeout(3600)
-def test_what_the_image_is(
+def test_the_server_image_is_small_and_not_run_by_root(
     platform: str, server_image: Callable[[str], str], buildah: Buildah
 ) -> None:
     name = server_image(platform)
@@ -59,7 +59,7 @@ def test_what_the_image_is(
 
 @pytest.mark.requires("root", "images")
 @pytest.mark.timeout(3600)
-def test_it_can_be_saved(
+def test_the_server_image_can_be_saved(
     server_image: Callable[[str], str], buildah: Buildah, tmp_path: Path
 ) -> None:
     name = server_image("linux/amd64")
@@ -74,7 +74,7 @@ def test_it_can_be_saved(
 
 @pytest.mark.requires("root", "images")
 @pytest.mark.timeout(3600)
-def test_what_it_can_do(platform: str, container: str, buildah: Buildah) -> None:
+def test_the_server_image_has_its_features(platform: str, container: str, buildah: Buildah) -> None:
     said = buildah("run", container, "--", "byteps-server", "--features")
     lines = dict(line.split(": ", 1) for line in said.splitlines())
     assert lines["rdma"] == "yes"
@@ -163,7 +163,7 @@ def losses(log: str) -> list[float]:
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("worker_image")
-def test_it_trains(
+def test_the_compose_file_trains(
     server_image: Callable[[str], str], podman: Podman, compose: list[str | Path], run_dir: Path
 ) -> None:
     server_image("linux/amd64")
@@ -246,7 +246,7 @@ def demand_portable(wheel: Path, machine: str, folder: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_is_portable_and_has_its_data_and_licences(wheel: Path, tmp_path: Path) -> None:
     demand_portable(wheel, os.uname().machine, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -267,7 +267,7 @@ def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     # A new environment that borrows torch: the server is found in the folder of its Python.
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)

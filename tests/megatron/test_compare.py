@@ -67,7 +67,7 @@ def misses(change: Callable[[Run], object], ranks: int, dtype: torch.dtype, shar
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_nothing_wrong(ranks: int, dtype: torch.dtype, sharded: bool) -> None:
+def test_equal_runs_compare_as_equal(ranks: int, dtype: torch.dtype, sharded: bool) -> None:
     assert misses(lambda run: None, ranks, dtype, sharded) == ""
 
 
@@ -122,7 +122,7 @@ CHANGES: dict[str, tuple[Callable[[Run], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_one_thing_wrong(name: str) -> None:
+def test_each_difference_of_runs_is_found(name: str) -> None:
     change, text = CHANGES[name]
     assert text in misses(change, 4, torch.bfloat16, True)
 

@@ -251,7 +251,7 @@ def test_counts_of_tokens_are_numbers_of_the_host() -> None:
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def test_it_trains_evaluates_and_logs(train: Callable[..., Trained]) -> None:
+def test_megatron_trains_evaluates_and_logs_on_a_cpu(train: Callable[..., Trained]) -> None:
     run = train("--eval-iters", "1", "--eval-interval", "2", "--split", "80,20,0", "--swiglu")
     log = run.job.log_of(1).read_text()  # Megatron logs losses on the last rank.
     assert run.losses[-1] < run.losses[0]

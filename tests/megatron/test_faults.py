@@ -53,7 +53,7 @@ def digests_of(job: Job) -> list[str]:
         pytest.param("rank", "pushed", marks=pytest.mark.thorough),
     ],
 )
-def test_one_is_killed_within_a_step(
+def test_a_process_is_killed_within_a_step(
     run_job: RunJob, dataset: Dataset, run_dir: Path, victim: str, phase: str
 ) -> None:
     """When one process is killed, the other ranks end with an error that names it, and with the

@@ -110,7 +110,7 @@ def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     assert [tensor.data_ptr() for tensor in seen] == [tensor.data_ptr() for tensor in wanted]
 
 
-def test_they_begin_though_the_iteration_was_skipped() -> None:
+def test_local_steps_begin_though_the_iteration_was_skipped() -> None:
     """Local steps begin, even if --iterations-to-skip skips the iteration named by `after`."""
     layer = Layer()
     optimizer = optimizer_of(layer.weight)

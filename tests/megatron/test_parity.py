@@ -173,7 +173,9 @@ def test_positions_are_megatrons() -> None:
         for case in functional_rows.CASES
     ],
 )
-def test_the_same_bits(fork_server: None, run_dir: Path, case: functional_runs.Case) -> None:
+def test_functional_tests_have_the_bits_of_all_reduce(
+    fork_server: None, run_dir: Path, case: functional_runs.Case
+) -> None:
     report = functional_runs.check(case, run_dir / case.name)
     assert report.misses == []
     assert report.same_bits and report.buckets > 0

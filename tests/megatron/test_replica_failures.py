@@ -99,7 +99,7 @@ def die_and_return(prefix: Path, layout: str, *megatron: str) -> tuple[failures.
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> None:
+def test_a_replica_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "1000")
     job, watch = die_and_return(prefix, layout, *save)
     assert watch.second is not None
@@ -220,7 +220,7 @@ class Leave:
         pytest.param("outer steps", 1, 1, id="outer steps"),
     ],
 )
-def test_one_that_is_told_to_end_leaves(
+def test_a_replica_that_is_told_to_end_leaves(
     prefix: Path, tmp_path: Path, layout: str, who: int, delay: int
 ) -> None:
     """The replica leaves after its current step, which all have made: the others lose nothing."""
@@ -296,7 +296,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
 
 
 @pytest.mark.thorough
-def test_all_are_told_to_end(prefix: Path, tmp_path: Path) -> None:
+def test_replicas_that_are_all_told_to_end_save_a_checkpoint(prefix: Path, tmp_path: Path) -> None:
     """The last ones save a checkpoint, and end well."""
 
     class TellAll(Leave):

@@ -60,7 +60,7 @@ def assert_same(alone: dict[str, Any], other: dict[str, Any]) -> None:
     assert len(alone["checksums"]) == 1
 
 
-def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
+def test_two_replicas_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
     """The two are equal even if routers are trained by more than gradients."""
     options = options_of("--replicas", "2", "--steps", "4", megatron=QUANTILES)
     assert_same(bench.train(options, prefix, EACH_STEP), bench.train(options, prefix, None))
@@ -80,7 +80,7 @@ are skipped."""
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", SERVERS)
-def test_two_of_a_rank_are_a_job_of_two_with_the_optimizer_on_servers(
+def test_two_replicas_of_a_rank_are_a_job_of_two_with_the_optimizer_on_servers(
     prefix: Path, how: str
 ) -> None:
     options = options_of(

@@ -136,7 +136,7 @@ def byteps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("byteps")
 @pytest.mark.parametrize(("flag", "values"), REFUSED.items(), ids=REFUSED)
-def test_refused(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
+def test_unsupported_flags_are_refused(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
     args = parse("--use-dpu-reduce", flag, *values)
     shown = "=".join([flag, *values])
     pattern = rf"--use-dpu-reduce does not work with {re.escape(shown)}: \w.* Drop one of the two"
@@ -181,7 +181,7 @@ def test_not_refused_without_the_flag(parse: Parse, flag: str, values: tuple[str
 
 @pytest.mark.usefixtures("byteps")
 @pytest.mark.parametrize("words", ALLOWED, ids=lambda words: words[0])
-def test_allowed(parse: Parse, words: tuple[str, ...]) -> None:
+def test_supported_flags_are_allowed(parse: Parse, words: tuple[str, ...]) -> None:
     dpu_reduce.validate_args(parse("--use-dpu-reduce", *words))
 
 

@@ -125,7 +125,7 @@ def test_many_sizes(
 
 
 @pytest.mark.parametrize(("program", "lost"), [("loop", "worker"), ("ddp_loop", "server")])
-def test_what_is_lost_is_named(
+def test_a_lost_process_is_named(
     make_cluster: Callable[..., Cluster], program: str, lost: str
 ) -> None:
     """Every rank sees the loss, whether it waits for an all-reduce or in DDP."""

@@ -107,7 +107,7 @@ def gathering(make_cluster: Callable[..., Cluster]) -> Cluster:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_it_finds_the_start_finds(
+def test_what_a_check_finds_the_start_finds(
     gathering: Cluster,
     taken: str,
     role: str,
@@ -140,7 +140,7 @@ def test_a_scheduler_that_is_not_there(make_cluster: Callable[..., Cluster], tak
     assert check(cluster, "server", DMLC_NODE_HOST="203.0.113.7").returncode == 1
 
 
-def test_it_says_how_to_use_it(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_bad_check_prints_its_usage(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=1, servers=1)
     for count in ("0", "-1", "x", ""):
         said = run(cluster, f"--check={count}", "--role", "server")

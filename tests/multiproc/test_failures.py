@@ -114,7 +114,9 @@ def test_server_lost_before_any_worker_came(make_cluster: Callable[..., Cluster]
         ("absent", "nothing answers at"),
     ],
 )
-def test_no_scheduler_there(make_cluster: Callable[..., Cluster], there: str, why: str) -> None:
+def test_a_missing_scheduler_is_an_error(
+    make_cluster: Callable[..., Cluster], there: str, why: str
+) -> None:
     """Either no process listens at the address, or a program accepts and never answers, or packets
     are dropped (a full queue). Worker and server report it after the start timeout."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)

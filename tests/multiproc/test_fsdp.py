@@ -69,7 +69,7 @@ def test_parameters_in_few_bits(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1, env=ENV).run("fsdp:gathered", per_host=1)
 
 
-def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_lost_process_is_named(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=2, env={**ENV, "BYTEPS_PEER_TIMEOUT_S": "3"})
     cluster.start("fsdp:loop")
     cluster.wait_mark("looping", range(2))

@@ -59,7 +59,7 @@ def test_killed_worker(make_cluster: Make) -> None:
     demand_well(cluster)
 
 
-def test_again_and_again(make_cluster: Make) -> None:
+def test_kept_servers_outlive_each_failure(make_cluster: Make) -> None:
     """Each failure ends a generation; the servers outlive all of them."""
     cluster = loops(make_cluster, workers=2, servers=1)
     for life in range(1, 4):
@@ -130,7 +130,7 @@ def test_stopped_worker_of_an_old_generation(make_cluster: Make) -> None:
     demand_well(cluster)
 
 
-def test_nobody_leaves_room(make_cluster: Make) -> None:
+def test_a_worker_of_another_job_waits_until_its_timeout(make_cluster: Make) -> None:
     """A worker of another job waits for a free rank no longer than BYTEPS_START_TIMEOUT_S."""
     cluster = make_cluster(workers=1, servers=1, env=KEEP)
     cluster.start("keep:joins", stays=True)
@@ -183,7 +183,7 @@ def test_a_sum_that_failed(make_cluster: Make) -> None:
     demand_well(cluster)
 
 
-def test_told_to_end(make_cluster: Make) -> None:
+def test_kept_servers_are_told_to_end(make_cluster: Make) -> None:
     """A signal ends a kept scheduler or server, like one that is not kept."""
     cluster = make_cluster(workers=2, servers=2, env={**SHORT, **AT_ONCE})
     cluster.start("failures:loop")

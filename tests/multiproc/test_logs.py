@@ -153,7 +153,7 @@ def test_how_a_job_goes(make_cluster: Callable[..., Cluster]) -> None:
         assert not cluster.workers[f"worker {rank}"].text, "workers are quiet unless they are asked"
 
 
-def test_who_is_missing(make_cluster: Callable[..., Cluster]) -> None:
+def test_the_scheduler_logs_which_nodes_are_missing(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=3, servers=2)
     cluster.start_scheduler()
     server = cluster.start_server()

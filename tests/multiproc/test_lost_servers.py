@@ -56,7 +56,9 @@ def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., C
     assert len(kept_bytes) == 1 and kept_bytes[0] < 8 << 20, kept_bytes
 
 
-def test_nobody_comes(make_cluster: Callable[..., Cluster]) -> None:
+def test_the_job_ends_if_no_server_replaces_a_lost_one(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_REPLACE_SERVERS_S": "2"})
     training = cluster.start("lost_servers:train", steps=1000, pace=0.03)
     wait_done(cluster, 3)
@@ -152,7 +154,7 @@ def test_workers_that_leave_meanwhile_wait_for_the_next(
     assert all("is there again after" in worker.text for worker in training)
 
 
-def test_one_that_does_not_return_ends_the_job(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_server_that_does_not_return_ends_the_job(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_SCHEDULER_RETURN_S": "2"})
     cluster.start("lost_servers:train", **PACE)
     wait_done(cluster, 3)

@@ -188,7 +188,9 @@ def test_parameters_without_names(make_cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.parametrize("servers", [3, 8])
-def test_spread(make_cluster: Callable[..., Cluster], servers: int) -> None:
+def test_partitions_are_spread_over_servers(
+    make_cluster: Callable[..., Cluster], servers: int
+) -> None:
     """Servers get equal parts of a step's sums."""
     make_cluster(workers=1, servers=servers).run("declare:spread", servers=servers)
 
@@ -208,7 +210,7 @@ def test_the_slowest_workers_link_decides(
     cluster.finish()
 
 
-def test_the_other_hash(make_cluster: Callable[..., Cluster]) -> None:
+def test_another_hash_function_of_keys(make_cluster: Callable[..., Cluster]) -> None:
     env = {"BYTEPS_KEY_HASH_FN": "djb2"}
     make_cluster(workers=1, servers=3, env=env).run("declare:placed_by_hash")
 
@@ -245,7 +247,7 @@ def test_averages_of_gradients_are_those_of_ddp(make_cluster: Callable[..., Clus
     make_cluster(workers=2, servers=1, env=PATIENCE).run("averages:as_ddp")
 
 
-def test_whose_gradients_meet(make_cluster: Callable[..., Cluster]) -> None:
+def test_gradients_of_the_same_averager_meet(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1, env=PATIENCE).run("averages:identity")
 
 

@@ -50,7 +50,7 @@ def wait_for_rounds(cluster: Cluster, more: int) -> None:
         time.sleep(0.005)
 
 
-def test_data_connections(make_cluster: Callable[..., Cluster]) -> None:
+def test_broken_data_connections_are_restored(make_cluster: Callable[..., Cluster]) -> None:
     """Connections between workers and servers break in the middle of rounds."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
@@ -69,7 +69,9 @@ def test_data_connections(make_cluster: Callable[..., Cluster]) -> None:
     cluster.finish()
 
 
-def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) -> None:
+def test_broken_connections_with_the_scheduler_are_restored(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -83,7 +85,9 @@ def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) ->
     cluster.finish()
 
 
-def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
+def test_all_connections_that_break_at_once_are_restored(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     """A restarted firewall drops all connections."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
@@ -97,7 +101,9 @@ def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
     cluster.finish()
 
 
-def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_connection_to_a_silent_server_is_restored_later(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     """The connection cannot be restored at once; it is restored when possible."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("failures:checked")
@@ -113,7 +119,7 @@ def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster])
     cluster.finish()
 
 
-def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
+def test_reconnecting_ends_after_its_time_limit(make_cluster: Callable[..., Cluster]) -> None:
     """After the timeout a broken connection is a loss. The error names the link, both ends and the
     limit."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
@@ -134,7 +140,9 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
     demand_failed(server, "was lost to worker [01]")
 
 
-def test_not_at_all(make_cluster: Callable[..., Cluster]) -> None:
+def test_without_reconnecting_a_broken_connection_ends_the_job(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     """With a timeout of 0, a broken connection counts as a loss at once."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "0"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)

@@ -70,7 +70,9 @@ def make_replicas(make_cluster: Callable[..., Cluster]) -> Callable[..., Replica
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_one_dies_and_the_others_go_on(make_replicas: Callable[..., Replicas], phase: str) -> None:
+def test_a_replica_dies_and_the_others_go_on(
+    make_replicas: Callable[..., Replicas], phase: str
+) -> None:
     job = make_replicas(3)
     dying = job.start(1, steps=12, dies=[phase, 5])
     others = [job.start(number, steps=12) for number in (0, 2)]
@@ -84,7 +86,7 @@ def test_one_dies_and_the_others_go_on(make_replicas: Callable[..., Replicas], p
     assert "the others go on" in said
 
 
-def test_one_leaves_between_two_steps(make_replicas: Callable[..., Replicas]) -> None:
+def test_a_replica_leaves_between_two_steps(make_replicas: Callable[..., Replicas]) -> None:
     """All pushes of the leaving replica count, and the others learn that it leaves before they
     continue."""
     job = make_replicas(3)
@@ -100,7 +102,7 @@ def test_one_leaves_between_two_steps(make_replicas: Callable[..., Replicas]) ->
     assert removed in job.cluster.scheduler.text
 
 
-def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
+def test_a_killed_replica_comes_back(make_replicas: Callable[..., Replicas]) -> None:
     job = make_replicas(3)
     others = [job.start(number, steps=80, pace=0.05) for number in (0, 2)]
     dying = job.start(1, steps=80, pace=0.05, dies=["pushed", 10])
@@ -112,7 +114,7 @@ def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
     assert lacking and max(lacking) < joined[0]["step"], "it is in all sums from then on"
 
 
-def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]) -> None:
+def test_a_replica_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]) -> None:
     """The stopped replica sends no heartbeats. When it continues, it gets an error, and ends."""
     job = make_replicas(2, BYTEPS_PEER_TIMEOUT_S="3")
     still = job.start(1, steps=20, stands_still=["pushed", 5])
@@ -141,7 +143,7 @@ def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]
     ],
     ids=["quorum", "limit"],
 )
-def test_one_that_lives_and_never_pushes_is_removed(
+def test_a_replica_that_lives_and_never_pushes_is_removed(
     make_replicas: Callable[..., Replicas], env: dict[str, str], why: str
 ) -> None:
     job = make_replicas(3, **env)
@@ -165,7 +167,7 @@ def test_a_quorum_waits_for_the_first_push(make_replicas: Callable[..., Replicas
     assert "was removed" not in job.cluster.scheduler.text
 
 
-def test_the_last_one_ends_the_job(make_replicas: Callable[..., Replicas]) -> None:
+def test_the_last_replica_ends_the_job(make_replicas: Callable[..., Replicas]) -> None:
     job = make_replicas(2)
     dying = [job.start(number, steps=20, dies=["before", 3 + number]) for number in (0, 1)]
     assert [worker.wait(IMPORT_S) for worker in dying] == [-signal.SIGKILL] * 2
@@ -201,7 +203,7 @@ def make_served(make_cluster: Callable[..., Cluster]) -> Callable[..., Replicas]
         for phase in PHASES_OF_SERVED
     ],
 )
-def test_one_dies_with_the_optimizer_on_the_servers(
+def test_a_replica_dies_with_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], kind: str, phase: str
 ) -> None:
     """Each step has the bits of a set of members, and in the end all are equal."""
@@ -216,7 +218,7 @@ def test_one_dies_with_the_optimizer_on_the_servers(
 
 
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_it_comes_back_to_the_optimizer_on_the_servers(
+def test_a_replica_comes_back_to_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], who: int
 ) -> None:
     """The replica gets the servers' parameters, even if it is the one that loaded them

@@ -63,7 +63,7 @@ def test_a_state_that_does_not_fit(make_cluster: Callable[..., Cluster]) -> None
     make_cluster(workers=2, servers=1, env=ENV).run("server_optimizer:loads", device="cpu")
 
 
-def test_two_of_one_name(make_cluster: Callable[..., Cluster]) -> None:
+def test_two_server_optimizers_of_one_name(make_cluster: Callable[..., Cluster]) -> None:
     """The second is refused on all ranks while any of them uses the first."""
     make_cluster(workers=3, servers=2, env=ENV).run("server_optimizer:names", servers=2)
 
@@ -82,7 +82,7 @@ def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
         )
 
 
-def test_what_is_refused(make_cluster: Callable[..., Cluster]) -> None:
+def test_a_server_optimizer_refuses(make_cluster: Callable[..., Cluster]) -> None:
     env = {**ENV, "BYTEPS_SERVER_STATE_BYTES": "40000"}
     make_cluster(workers=2, servers=1, env=env).run("server_optimizer:refused")
 
@@ -100,7 +100,9 @@ PHASES = ("before", "pushed", "answered", "again", "after")
 
 
 @pytest.mark.parametrize("victim", ["server", pytest.param("rank", marks=pytest.mark.thorough)])
-def test_one_is_killed_at_each_phase(make_cluster: Callable[..., Cluster], victim: str) -> None:
+def test_a_process_is_killed_at_each_phase_of_a_step(
+    make_cluster: Callable[..., Cluster], victim: str
+) -> None:
     """A rank or server is killed in each phase of a speculative step. All surviving ranks end with
     an error that names the lost process, no rank has parameters of a step whose norm it does not
     know, and the job resumes from its checkpoint with the bits of a job without losses."""

@@ -108,7 +108,7 @@ def test_figures_of_a_known_job(make_cluster: Callable[..., Cluster]) -> None:
     cluster.finish()
 
 
-def test_what_is_served(make_cluster: Callable[..., Cluster]) -> None:
+def test_the_page_and_the_status_are_served(make_cluster: Callable[..., Cluster]) -> None:
     cluster, port = make(make_cluster)
     code, kind, page = get(port, "/")
     assert (code, kind) == (200, "text/html; charset=utf-8")

@@ -176,7 +176,7 @@ def test_steps_and_limit(
     assert (len(server.rows), server.dropped) == (3, WORKERS * len(PARTITIONS) - 3)
 
 
-def test_it_is_written_after_the_last_round(
+def test_a_timeline_is_written_after_the_last_round(
     make_cluster: Callable[..., Cluster], run_dir: Path
 ) -> None:
     """Processes that are killed later, like actors of Ray, lose nothing of the timeline."""
@@ -204,7 +204,7 @@ def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) 
         assert sorted(row.args["tensor"] for row in timeline.rows) == sorted(names)
 
 
-def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
+def test_failures_are_in_the_timeline(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
     """If a worker is lost, the others' timelines have complete stages and those that waited
     for it."""
     # The worker is silent but connected, so the server has all pushes before a node gives up.

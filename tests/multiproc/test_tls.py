@@ -109,14 +109,18 @@ def overheard(cluster: Cluster) -> bytes:
 
 
 @pytest.mark.parametrize("tls", ["0", "1"])
-def test_who_listens_in_between(make_cluster: Callable[..., Cluster], tls: str) -> None:
+def test_a_listener_in_between_reads_nothing(
+    make_cluster: Callable[..., Cluster], tls: str
+) -> None:
     """A listener in between reads the values only without encryption."""
     cluster = start_looping(make_cluster, {"BYTEPS_TLS": tls}, workers=2, servers=1)
     heard = overheard(cluster)
     assert (ONE * 16 in heard) == (tls == "0")
 
 
-def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
+def test_bytes_inserted_in_between_break_the_connection(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     """Bytes inserted into a connection break it, and are in no sum."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("failures:checked")
@@ -244,7 +248,9 @@ def test_certificates_that_do_not_fit(
     wait_for_text(cluster.scheduler, "refused a connection: .*" + noted)
 
 
-def test_one_secret_more(make_cluster: Callable[..., Cluster], authority: Authority) -> None:
+def test_a_certificate_does_not_replace_the_secret(
+    make_cluster: Callable[..., Cluster], authority: Authority
+) -> None:
     """A certificate alone is not sufficient if the job also has a secret."""
     files = {**TLS, **authority.node()}
     cluster, said = refused(

@@ -138,7 +138,7 @@ WORKERS = 2
 
 @pytest.mark.breaks_invariant
 @pytest.mark.parametrize("breaker", [0, 1])
-def test_one_broken_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> None:
+def test_a_broken_invariant_in_a_worker_ends_the_job(run_dir: Path, breaker: int) -> None:
     programs = native.build("byteps-server", "sum_worker")
     # Heartbeats, which carry the report, are 0.5 s apart.
     env = {"DMLC_NUM_WORKER": str(WORKERS), "BYTEPS_PEER_TIMEOUT_S": "3"}
@@ -179,7 +179,9 @@ BACKUPS = {
     ids=["unreplaced", "alone", "kept"],
 )
 @pytest.mark.parametrize("role", ["scheduler", "server"])
-def test_what_it_does_not_go_with(run_dir: Path, role: str, env: dict[str, str], why: str) -> None:
+def test_settings_that_contradict_backups_are_refused(
+    run_dir: Path, role: str, env: dict[str, str], why: str
+) -> None:
     program = native.build("byteps-server") / "byteps-server"
     ended = captured(
         [program, "--role", role], LIMIT_S, env={**clean_environment(run_dir), **BACKUPS, **env}

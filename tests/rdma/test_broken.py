@@ -119,7 +119,9 @@ def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: P
     cluster.finish()
 
 
-def test_no_longer_than_said(make_breakable: Make, run_dir: Path) -> None:
+def test_reconnecting_over_rdma_ends_after_its_time_limit(
+    make_breakable: Make, run_dir: Path
+) -> None:
     """After the time limit the peer is lost; the error names the link, both ends and the limit."""
     order = run_dir / "break"
     env = {"BYTEPS_RECONNECT_TIMEOUT_S": "2", "BYTEPS_PEER_TIMEOUT_S": "60"}

@@ -232,7 +232,7 @@ def test_scheduler(make_over: Make, number: signal.Signals) -> None:
 
 
 @each_way
-def test_no_scheduler_there(make_over: Make) -> None:
+def test_a_missing_scheduler_is_an_error_over_rdma(make_over: Make) -> None:
     cluster = make_over(workers=1, servers=1, env={**SHORT, "BYTEPS_START_TIMEOUT_S": "3"})
     cluster.port = 9
     worker = cluster.start_worker(0, "failures:init_only")

@@ -63,7 +63,7 @@ def optimizer_values(checkpoint: Path) -> dict[str, Any]:
     "name",
     [pytest.param(name, marks=[pytest.mark.thorough] if name != "dp2" else []) for name in LAYOUTS],
 )
-def test_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_resumed_engine_computes_the_same_bits(name: str, tmp_path: Path) -> None:
     import torch
 
     model = rl_task.make_model(tmp_path / "model", **LAYOUTS[name].model)

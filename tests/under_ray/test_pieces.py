@@ -72,7 +72,7 @@ BLAMES = {
 
 
 @pytest.mark.parametrize(("ends", "causes"), BLAMES.values(), ids=BLAMES)
-def test_who_is_to_blame(ends: list[End], causes: list[str]) -> None:
+def test_a_failure_names_its_causes(ends: list[End], causes: list[str]) -> None:
     failure = Failure.of(ends)
     assert [end.who for end in failure.causes] == causes
     assert len(failure.causes) + len(failure.others) == len(ends)

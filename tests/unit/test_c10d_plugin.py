@@ -37,7 +37,7 @@ def test_a_group_that_names_no_backend_is_carried() -> None:
 
 
 @pytest.mark.parametrize("name", ["fake", "ucc", "cpu:gloo,cuda:ucc"])
-def test_others_are_not_and_a_line_says_so(
+def test_other_backends_are_not_carried_and_a_line_says_so(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not RequestedBackends.of(name).is_carried

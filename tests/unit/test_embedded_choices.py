@@ -91,7 +91,7 @@ def test_a_cluster_was_meant(
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"}, {}])
-def test_no_cluster_was_meant(env: dict[str, str]) -> None:
+def test_environments_without_a_cluster_are_accepted(env: dict[str, str]) -> None:
     """A job over several hosts starts its own nodes, too."""
     embedded.demand_no_cluster(env)
 
@@ -371,7 +371,9 @@ class TestChild:
     def start(tmp_path: Path, code: str) -> Child:
         return Child("helper", [sys.executable, "-c", code], os.environ, tmp_path / "helper.log")
 
-    def test_ends_well(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_child_that_ends_well_prints_nothing(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         child = self.start(tmp_path, "print('hello')")
         assert child.wait(time.monotonic() + 30)
         assert (child.status, child.failed) == (0, False)
@@ -386,7 +388,7 @@ class TestChild:
             ("2026-11-30T06:13:58Z ERROR server - h f.cc:1: worker 0 failed", ": worker 0 failed"),
         ],
     )
-    def test_its_own_error_is_shown_and_no_news(
+    def test_the_error_that_a_child_logged_is_shown(
         self, line: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         child = self.start(tmp_path, f"print('line 1')\nprint({line!r})\nraise SystemExit(3)")

@@ -73,7 +73,7 @@ def test_a_member_of_the_last_life_does_not_count() -> None:
     assert prefixes == [raised.value.prefix]
 
 
-def test_no_first_member() -> None:
+def test_a_meeting_without_its_first_member_fails() -> None:
     store = dist.HashStore()
     met(store, (0, 1), 2)
     with pytest.raises(AbsentError) as raised:
@@ -81,7 +81,7 @@ def test_no_first_member() -> None:
     assert raised.value.members == [0]
 
 
-def test_one_alone() -> None:
+def test_a_member_alone_waits_for_nobody() -> None:
     assert meet(dist.HashStore(), "name", 0, 1, time.monotonic()).startswith("byteps/name/")
 
 

@@ -155,7 +155,7 @@ def test_every_suite_of_connections_is_run(connection_test: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, marks=MARKS.get(part, ())) for part in PARTS])
-def test_part(connection_test: Path, run_dir: Path, part: str) -> None:
+def test_each_part_of_the_connection_test(connection_test: Path, run_dir: Path, part: str) -> None:
     assert "[  PASSED  ] 0 tests" not in run(connection_test, part, run_dir / "test.log")
 
 

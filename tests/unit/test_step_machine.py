@@ -551,7 +551,7 @@ def test_the_mean_of_what_is_rounded_by_chance_is_the_value(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_they_compute_the_bits_of_the_engine() -> None:
+def test_kernels_of_blocks_compute_the_bits_of_the_engine() -> None:
     program = "from tests.unit.test_step_machine import compare; compare('cpu')"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run(
