@@ -28,8 +28,8 @@ BROKEN_INVARIANT = "the invariant '"
 # Tests run in parallel: torch's threads would spin and take cores from other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell ignores SIGINT in its background jobs, and the tests' children would inherit this: no
-# shell script can undo it, so that scripts could not be interrupted.
+# A shell makes its background jobs ignore SIGINT, and the tests' children would inherit this. No
+# shell script can undo it, so the tests could not interrupt scripts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -42,8 +42,8 @@ def _has(*programs: str) -> bool:
 
 
 def _succeeds(script: str, *arguments: str) -> bool:
-    """Run a script of the repository and tell whether it succeeds; anything that it
-    installs stays."""
+    """Run a script of the repository and return whether it succeeds. What it installs stays
+    installed."""
     path = Path(__file__).resolve().parents[1] / script
     command = [str(path), *arguments]
     return subprocess.run(command, capture_output=True, timeout=600, check=False).returncode == 0
@@ -58,8 +58,8 @@ def _can_switch() -> bool:
 
 
 def _has_checkout(name: str) -> bool:
-    """Tell whether a checkout with this upstream's commit is named or fetched; tests use no
-    network."""
+    """Return whether there is a checkout with this upstream's commit, at a named place or fetched
+    before. Tests use no network."""
     from byteps.patching.series import load_lock
 
     from scripts.patchkit.tree import cache_root
@@ -110,7 +110,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import all test modules without garbage collections, half of the time that this takes."""
+    """Import all test modules without garbage collection, which would take half of the time."""
     gc.disable()
     result = yield
     gc.freeze()
@@ -119,7 +119,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _keep_limit(item: pytest.Item) -> None:
-    """Keep a test's own time limit: faulthandler_timeout would end this process earlier."""
+    """Keep a test's own time limit, because faulthandler_timeout would end this process earlier."""
     mark = item.get_closest_marker("timeout")
     if mark is None:
         return
@@ -144,7 +144,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _broken_invariants(folder: Path) -> list[str]:
-    """Find messages about broken invariants in the logs; no test may pass with these."""
+    """Find messages about broken invariants in the logs. No test may pass with such a message."""
     return [
         f"{log.relative_to(folder)}: {line}"
         for log in sorted(folder.rglob("*.log"))

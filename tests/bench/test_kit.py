@@ -115,7 +115,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Summing:
-    """A backend of a single rank: its input already is the sum."""
+    """A backend with a single rank, whose sum is the rank's own input."""
 
     sums = True
 

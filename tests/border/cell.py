@@ -22,7 +22,7 @@ def run(
     rounds: int,
     environment: dict[str, str],
 ) -> dict[str, Any]:
-    """Run the scenario twice in this process, and return the results of both runs.
+    """Run the scenario twice in this process: over gloo, and through the interface.
 
     Returns:
         "reference" and "values": name -> tensor. "reference_error" and "error": the error that
@@ -43,7 +43,7 @@ def run(
         torch.save(result, folder / "rank1.pt")
         os._exit(0)
     if not outcome["error"]:
-        # Leaving may fail with a named error if a rank is gone already.
+        # Leaving may fail with a named error if another rank has gone already.
         try:
             ours.end()
         except Exception as error:

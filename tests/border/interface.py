@@ -31,7 +31,7 @@ class Options:
     passes: int = 1
     """Backward passes per step."""
     unused: bool = False
-    """A backward pass may omit parameters."""
+    """Whether a backward pass may omit parameters."""
 
 
 PLAIN = Options()
@@ -47,18 +47,18 @@ class Interface:
     """Another reference for some scenarios."""
     through_servers = False
     takes_groups = True
-    """A model can be wrapped for a group of some ranks."""
+    """Whether a model can be wrapped for a group of some ranks."""
     ranks_may_differ = True
-    """Ranks may use different layers in a step."""
+    """Whether ranks may use different layers in a step."""
     tolerance = 0.0
     """Largest relative difference from the reference. Usually 0, because only two values
     are added."""
     sums_belong_to_group = False
-    """Servers keep a tensor for the life of its group, not of its model."""
+    """Whether servers keep a tensor until its group ends, instead of until its model ends."""
     environment: ClassVar[dict[str, str]] = {}
 
     scales_loss = False
-    """Megatron's optimizer scales the loss; set before a model is wrapped."""
+    """Whether Megatron's optimizer scales the loss. Set before a model is wrapped."""
 
     def start(self, folder: Path) -> None:
         """Create the world's process group."""
@@ -83,7 +83,8 @@ class Interface:
         raise NotImplementedError
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Context of a backward pass whose gradients are reduced with those of a later pass."""
+        """Context of a backward pass whose gradients are reduced together with those of a later
+        pass."""
         return contextlib.nullcontext()
 
     def scaler(self, optimizer: Any) -> Any:

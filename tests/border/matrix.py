@@ -29,7 +29,8 @@ MUST_COMPUTE = frozenset(
 DISCARDS = frozenset({"summed-once", "second-model", "group-made-again"})
 """Scenarios that end without a model, and without a group except the default group."""
 MOST_HELD = 1
-"""Tensors that a rank may hold then: the agreement of DistributedOptimizer."""
+"""Largest number of tensors that a rank may hold at the end of these scenarios.
+DistributedOptimizer holds one, in which its ranks agree on their parameters."""
 
 NOT_SAYABLE = frozenset(
     (interface.name, scenario)
@@ -37,8 +38,9 @@ NOT_SAYABLE = frozenset(
     if not interface.takes_groups
     for scenario in ("group-made-again", "groups-in-opposite-order")
 ) | {("FSDP2 sharded", "group-made-again")}
-"""Cells that no program can ask for: the interface averages over all ranks, and takes no group. Or
-torch's DTensor remembers the first group of the same ranks, and fails once that is destroyed."""
+"""Cells that no program can ask for. Most of these interfaces average over all ranks and take no
+group. For "FSDP2 sharded" the reason is torch's DTensor: it remembers the first group of the same
+ranks, and fails once that group is destroyed."""
 
 REFUSED: dict[tuple[str, str], str] = {
     ("ServerOptimizer", "lbfgs"): r"AdamW and SGD.*not as LBFGS",
@@ -132,7 +134,8 @@ def _differences(
 def rows(
     verdicts: dict[tuple[str, str], Verdict], written: dict[tuple[str, str], str]
 ) -> list[list[str]]:
-    """Make the table's rows of scenarios whose cells all ran, now or for the table as `written`."""
+    """Make the table's rows. A scenario has a row if each of its cells has run now, or is in the
+    table as `written`."""
     texts = {
         **written,
         **{cell: verdict.text for cell, verdict in verdicts.items()},

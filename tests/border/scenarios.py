@@ -185,7 +185,7 @@ def unfrozen_later(run: Run) -> None:
 
 @scenario
 def added_later(run: Run) -> None:
-    """A layer's parameters are added to the optimizer after it was wrapped."""
+    """A layer's parameters are added to the optimizer after the optimizer was wrapped."""
     model = make_model()
     early = [*model[2].parameters(), *model[4].parameters()]
     wrapped, optimizer = run.interface.wrap(model, torch.optim.SGD(early, lr=LR))
@@ -259,7 +259,7 @@ class Forked(nn.Module):
 
 @scenario
 def unused_parameters(run: Run) -> None:
-    """A layer is used by a single rank, another layer by none.
+    """A single rank uses a layer, and no rank uses another layer.
 
     FSDP2's ranks must use the same layers: there the first layer is used in every other step.
     """
@@ -307,7 +307,8 @@ def non_contiguous(run: Run) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.append(nn.Linear(4 * 4 * 4, 8))
-    # Small, or the loss grows at each step and rounding decides the digits that are compared.
+    # The learning rate is small. Otherwise the loss would grow at each step, and rounding would
+    # decide the digits that are compared.
     model[4].weight = nn.Parameter(torch.randn(64, 8).mul(0.1).t())
     wrapped, optimizer = run.interface.wrap(model, sgd(model))
     for step in range(STEPS):

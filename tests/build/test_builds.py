@@ -228,7 +228,7 @@ PARTITION = 4096
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byteps-server of the shipped archive."""
+    """Path of byteps-server in the shipped archive."""
     folder = tmp_path_factory.mktemp("arm64")
     done = captured(
         [ROOT / "scripts/wheel.sh", "--server-only", "--arch", "aarch64", "--out", folder], 1500

@@ -94,7 +94,7 @@ class Machine:
         (root / "etc/hosts").write_text("127.0.0.1 localhost\n10.9.0.1 host-a\n")
         shutil.copytree(release, root / "home/user/release")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        # Users have their own Python and torch, so their pages do not have this command.
+        # The page leaves this command out, because users have their own Python and torch.
         self.run(
             f"{sys.base_prefix}/bin/{version} -m venv /opt/venv; "
             f"echo /opt/packages >/opt/venv/lib/{version}/site-packages/packages.pth"
@@ -144,7 +144,7 @@ def megatron(machine: Machine) -> Machine:
     (home / "Megatron-LM").mkdir()
     packed = subprocess.check_output(["git", "-C", built, "archive", "upstream"])
     subprocess.run(["tar", "-x", "-C", home / "Megatron-LM"], input=packed, check=True)
-    # A user's Megatron is installed, with these helpers.
+    # A user has installed Megatron, with these helpers.
     for helper in (built / "megatron/core/datasets").glob("helpers_cpp*.so"):
         shutil.copy(helper, home / "Megatron-LM/megatron/core/datasets")
     return machine

@@ -32,7 +32,7 @@ TIMEOUTS = {
     "BYTEPS_STOP_TIMEOUT_S": "1",
 }
 MOST_LIVES = 8
-"""Limit of the starts of a kept job's workers. A fault needs fewer."""
+"""Largest number of starts of a kept job's workers. One fault causes fewer starts."""
 DISK_BYTES = 16 << 10
 """Size of the full file system, for a node's timeline."""
 
@@ -46,7 +46,8 @@ Process = Spawned | Nursed
 class Result:
     script: Script
     ended: dict[str, int]
-    """Exit status by node; -n for signal n. In a kept job: of the last started processes."""
+    """Exit status of each node, -n for signal n. In a kept job this is the status of the node's
+    last process."""
     seconds: float
     wrong: list[str]
     """Failed checks."""
@@ -58,7 +59,8 @@ class Result:
 
     @property
     def survived(self) -> bool:
-        # A replica that returns after the others have ended cannot join any more.
+        # A replica may return after the other replicas have ended. Then it cannot join, and its
+        # status is not 0.
         lasts = self.script.spares > 0 or self.script.returns
         return all(status == 0 for status in self.ended.values()) or (lasts and not self.wrong)
 
@@ -151,8 +153,8 @@ class Job:
             "DMLC_NUM_SERVER": str(script.servers),
         }
         if script.keep:
-            # If the end of the last generation was missed, this limit ends the processes that wait
-            # for another generation.
+            # A process may miss the end of the last generation, and wait for another generation.
+            # This limit ends it.
             env |= {"BYTEPS_KEEP": "1", "BYTEPS_KEEP_TIMEOUT_S": "30"}
         if script.tls:
             env["BYTEPS_TLS"] = "1"
@@ -220,7 +222,7 @@ class Job:
     def _play_launcher(self) -> None:
         """Start a kept job's workers again until they end well or no scheduler is left."""
         deadline = time.monotonic() + LIMIT_S
-        # A scheduler that lacks descriptors stays so.
+        # A scheduler that lacks descriptors never gets more of them.
         faults = self.script.faults
         lasting = any(f.kind == "descriptors" and f.node == "scheduler" for f in faults)
         while self.script.keep and self._lives < (2 if lasting else MOST_LIVES):
@@ -315,8 +317,8 @@ class Job:
         self._look_for_remains()
 
     def _names_any(self, said: str, victims: set[str]) -> bool:
-        # A scheduler that was cut off or stopped has seen all other nodes silent. In a kept job,
-        # later generations find remains of earlier ones.
+        # A scheduler that was cut off or stopped may name any node, because all others were silent
+        # to it. In a kept job, errors may name nodes of an earlier generation.
         if "scheduler" in victims or self.script.keep:
             return bool(re.search(r"scheduler|server \d|worker \d", said))
         patterns = [r"cannot be joined: it closed the connection"]

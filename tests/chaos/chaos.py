@@ -234,7 +234,8 @@ class LastingJob(Job):
         nursery: Forks the workers, if they are Python programs.
     """
 
-    # These limits matter only for silent peers, which nothing else detects.
+    # These limits matter only for peers that fall silent, because all other losses are detected at
+    # once.
     settings: ClassVar[Mapping[str, str]] = {
         "BYTEPS_REPLACE_SERVERS_S": "60",
         "BYTEPS_OP_TIMEOUT_S": "90",
@@ -327,7 +328,8 @@ class LastingJob(Job):
         if not fault.loses or not was_there:
             return
         lasts = fault.kind in ("stop", "cut")
-        # The process of a stopped replica still exists, and must notice its removal by itself.
+        # A stopped process of a replica still exists. It must notice by itself that the job has
+        # removed it.
         if not lasts or not fault.node.startswith("worker"):
             again = partial(self._gone.append, fault.node)
             away = lasts or fault.node == "scheduler"
@@ -384,7 +386,7 @@ class ReturningJob(LastingJob):
         while any(process.running for process in others) and time.monotonic() < deadline:
             self._start_gone()
             time.sleep(0.02)
-        # A scheduler that starts after the job's end waits for another job.
+        # A scheduler that starts after the job's end would wait for another job.
         with contextlib.suppress(Late):
             self._processes["scheduler"].wait(LONG_S)
         self._processes["scheduler"].send(signal.SIGKILL)
@@ -394,8 +396,8 @@ class ReturningJob(LastingJob):
 class LosingJob(ReturningJob):
     """Replaces lost servers and restarts killed replicas, too."""
 
-    # A spare server at the job's end waits for the scheduler until its return timeout. A replica
-    # that joins may have to wait until the scheduler no longer waits for lost nodes.
+    # A spare server that waits at the job's end waits for the scheduler until its return timeout. A
+    # replica that joins may have to wait until the scheduler has given up lost nodes.
     settings: ClassVar[Mapping[str, str]] = {
         **LastingJob.settings,
         **ReturningJob.settings,
@@ -443,7 +445,8 @@ class CopyingJob(LastingJob):
             self._await(lambda: self._lost() > lost, fault.seconds + FOUND_S)
 
     def _await(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Get False if the condition does not hold in time, or the job has ended."""
+        """Wait until the condition holds. Return False if it does not hold in time, or if the
+        scheduler ends."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline or not self._processes["scheduler"].running:
@@ -458,7 +461,8 @@ class CopyingJob(LastingJob):
         replaced = self._processes["scheduler"].text.count("has taken the place of")
         everyone = [*self._processes.values(), *(process for _, process in self._earlier)]
         copied = sum(process.text.count(COPIED) for process in everyone)
-        # Two servers report a new server: the server itself, and the server whose state it copies.
+        # For each new server two servers report copies: the new server itself, and the server whose
+        # state it copies.
         return self._lost() == replaced and copied >= self.script.servers + 2 * replaced
 
 

@@ -9,36 +9,36 @@ from dataclasses import dataclass, replace
 KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors", "disk")
 FROM_THE_START = ("descriptors", "disk")
 PLAIN_SEEDS = 1000
-"""Seeds up to this are jobs that are neither kept nor encrypted."""
+"""Largest seed of a job that is neither kept nor encrypted."""
 ENDING_SEEDS = 2000
-"""Seeds up to this are jobs that end when a server is lost."""
+"""Largest seed of a job that ends when a server is lost."""
 LASTING_SEEDS = 3000
-"""Seeds up to this are jobs that end when the scheduler is lost."""
+"""Largest seed of a job that ends when the scheduler is lost."""
 RETURNING_SEEDS = 4000
-"""Seeds up to this are jobs whose servers keep no optimizer state."""
+"""Largest seed of a job whose servers keep no optimizer state."""
 COPYING_SEEDS = 5000
-"""Seeds up to this are jobs that lose either servers or the scheduler."""
+"""Largest seed of a job that loses only servers, or only the scheduler."""
 LONG_S = 9.0
-"""Seconds above the timeouts of a job: a node that is stopped or cut off for this time is lost."""
+"""Seconds that a node stays stopped or cut off beyond the job's timeouts, so that it is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     kind: str
-    """Kind from KINDS, or ``term`` (SIGTERM); the kinds in FROM_THE_START ignore both times
-    below."""
+    """Kind of the fault: a kind from KINDS, or ``term`` (SIGTERM). Kinds in FROM_THE_START ignore
+    the two times below."""
     node: str
     """``scheduler``, ``server 0``, ``worker 1``, ..."""
     at_s: float
     """Seconds after the start of the last process."""
     seconds: float
-    """Duration, if the fault ends."""
+    """Seconds until the fault ends, for faults that end."""
     limit: int = 0
     """Limit of open files."""
 
     @property
     def loses(self) -> bool:
-        """Tell whether the job may lose the node."""
+        """Whether the job may lose the node."""
         lasts = self.kind in ("stop", "cut") and self.seconds >= LONG_S
         return lasts or self.kind in ("kill", "term")
 
@@ -55,21 +55,23 @@ class Script:
     size: int
     faults: tuple[Fault, ...]
     keep: bool = False
-    """Scheduler and servers take the next generation of the job."""
+    """Whether the scheduler and servers serve the next generation of the job."""
     tls: bool = False
     spares: int = 0
-    """Servers that wait for the places of lost servers; with spares no such loss ends the job."""
+    """Number of servers that wait for the places of lost servers. With spares, the loss of a server
+    does not end the job."""
     returns: bool = False
-    """The scheduler is restarted each time it is killed."""
+    """Whether the scheduler is restarted each time it is killed."""
     replicas: bool = False
-    """Each worker is a replica. The job continues without a lost replica, and the replica
+    """Whether each worker is a replica. The job continues without a lost replica, and the replica
     returns."""
     copies: bool = False
-    """Servers keep optimizer state, and each has a copy of another server's state."""
+    """Whether servers keep optimizer state. Each server then also has a copy of another server's
+    state."""
 
     @property
     def forks(self) -> bool:
-        """Tell whether workers are Python programs."""
+        """Whether workers are Python programs."""
         return self.replicas or self.copies
 
     @property
@@ -193,7 +195,7 @@ def _make_copying(seed: int, draw: random.Random) -> Script:
 
 
 def _make_losing_both(seed: int, draw: random.Random) -> Script:
-    """Make a job that loses servers, any replicas and the scheduler."""
+    """Make a job that loses servers, the scheduler and any replicas."""
     script = _make_lasting(seed, draw)
     deaths = []
     begin = 0.3
@@ -237,12 +239,12 @@ def _make_lasting(seed: int, draw: random.Random) -> Script:
     workers = script.nodes[-script.workers :]
     for lost in list(faults):
         if draw.random() < 0.6:
-            # This worker then lacks answers that others have.
+            # This worker is then without answers that the other workers have.
             before = round(max(0.0, lost.at_s - 0.5 * draw.random()), 3)
             faults.append(Fault(kind="cut", node=draw.choice(workers), at_s=before, seconds=1.0))
     for _ in range(draw.choice([0, 1, 2])):
         if replicas and draw.random() < 0.7:
-            # All but the last replica, so that one continues.
+            # The last replica is never lost, so one replica continues.
             faults.append(fault("kill kill stop cut", workers[:-1], (0.2, 1.0, LONG_S)))
         else:
             faults.append(fault("cut reset slow lossy", script.nodes, (0.2, 1.0)))

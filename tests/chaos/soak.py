@@ -129,7 +129,8 @@ class Soak(Job):
                 )
                 if self._now >= self._seconds and self._expected_life > 0:
                     return self._end()
-                # No rank is killed so late that the next generation could not show its effect.
+                # Late kills are left out, because the next generation would be too short to show
+                # their effect.
                 late = self._expected_life > 0 and self._now > self._seconds - 2 * unit
                 if lived >= unit * LIVES[self._expected_life % len(LIVES)] and not late:
                     self._kill_a_rank()
@@ -222,7 +223,7 @@ class Soak(Job):
                 self._wrong.append(str(late))
 
     def clear(self) -> None:
-        """End all processes on the ranks' host: they are in sessions of their own."""
+        """End all processes on the ranks' host. Each of them is in a session of its own."""
         for pid in run("ip", "netns", "pids", str(self._hosts[RANKS].namespace)).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)

@@ -15,11 +15,12 @@ LONG_LIFE = 0.5
 """A generation counts as long from this fraction of the longest one."""
 
 FLAT_BYTES, FLAT_PART = 1 << 20, 0.01
-"""Limits of memory growth that is still flat: bytes, and part of the median."""
+"""Largest growth of memory that still counts as flat: in bytes, and as a part of the median."""
 FLAT_COUNT = 1.0
-"""Limit of growth of descriptors and threads that is still flat."""
+"""Largest growth of descriptors and threads that still counts as flat."""
 MOST_POINTS = 400
-"""Most points of a trend, which looks at all pairs."""
+"""Largest number of points of a trend. It is limited because a trend looks at all pairs of
+points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,13 @@ class Trend:
     node: str
     """``scheduler``, ``server 0``, or ``ranks`` for the mean of all ranks."""
     when: str
-    """Within the last half of a long life of the ranks, or from the first long life to the last."""
+    """Period of the growth: the last half of a long generation of the ranks, or the time from the
+    first long generation to the last."""
     quantity: str
     median: float
     growth: float
-    """Growth; within a life: the median slope of all pairs of samples, times the time span."""
+    """Growth. Within a generation it is the median slope of all pairs of samples, times the time
+    span."""
     limit: float
 
     @property
@@ -86,7 +89,8 @@ def sample(pid: int, node: str, life: int, at_s: float) -> Sample | None:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Compute the median slope of all pairs (Theil and Sen): short peaks do not change it.
+    """Compute the median slope of all pairs of points (the Theil-Sen estimator), which short peaks
+    do not change.
 
     A large set of points is thinned evenly. 0 for fewer than two points.
     """

@@ -181,7 +181,7 @@ def shown(path: Path) -> str:
     """Get all texts of a source that users may read, at their lines."""
     source = path.read_text(encoding="utf-8")
     if not ANY.search(re.sub(r'"\s*f?"', "", source)):
-        return ""  # most sources end here, without being parsed
+        return ""  # Most sources are left here, without being parsed.
     if path.suffix == ".sh":
         return re.sub(r"^\s*#.*$", "", source, flags=re.M)
     texts = texts_of_python(source) if path.suffix == ".py" else texts_of_cpp(source)
@@ -213,7 +213,7 @@ def test_field_words_in_errors_and_help() -> None:
 
 
 def test_pages_stay_short() -> None:
-    """A word has a letter or a digit: lines of tables do not count."""
+    """Only words with a letter or a digit count, so lines of tables do not."""
     words = sum(
         len([word for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)])
         for page in REPOSITORY.glob("docs/**/*.md")
@@ -307,7 +307,7 @@ TRIED = {
     r"\$ megatron-byteps check": "tests/megatron/test_check.py",
     r"tests/rdma/run_in_vm\.py": "tests/rdma/test_vm.py",
 }
-"""Commands, and the file that runs each, or the same with other numbers."""
+"""Patterns of commands, and the test file that runs each command, perhaps with other numbers."""
 NOT_TRIED = {
     r"kubectl": "needs a Kubernetes cluster; tests/house/test_manifests.py checks the manifests",
     r"docker run .*--gpus all": "needs Docker with GPUs, and a cluster of Ray",

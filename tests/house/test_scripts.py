@@ -259,7 +259,7 @@ def test_a_broken_invariant_in_a_log_fails_the_test(tmp_path: Path, mark: str) -
 
 
 def test_environments_import_the_overlays_python() -> None:
-    """A changed line needs no build: the next test imports it."""
+    """A changed line needs no build, because the next test imports the changed file."""
     package = REPOSITORY / "build/python"
     overlay = {
         path.relative_to(REPOSITORY / "byteps"): path

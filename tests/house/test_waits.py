@@ -20,10 +20,11 @@ WAIT_IN_PYTHON = re.compile(
     r"\b_?(process|started|ended|endings|thread|scheduler|store|condition|queue)\.(wait|join)\("
     r"|queue\.get\("
 )
-"""Processes, threads, stores and queues. The engine waits for sums, by rules of its own."""
+"""Words of waits for processes, threads, stores and queues. The engine is not searched: it waits
+for sums by rules of its own."""
 SAYS = re.compile(r"\b[Ee]nded by .+; deadline: \w")
 LINES_ABOVE = 4
-"""Lines within which the comment may be above the wait: a call may take several lines."""
+"""Number of lines above a wait in which its comment may end. A call may take several lines."""
 
 
 def unexplained(source: str, wait: re.Pattern[str]) -> Iterator[int]:
@@ -41,7 +42,7 @@ def sources() -> list[tuple[Path, re.Pattern[str]]]:
     searched = [
         (path, WAIT_IN_CPP)
         for path in sorted(CODE.rglob("*"))
-        # Parts that waits are made of, and the fake GPU of tests.
+        # Files that define what waits are made of, and the tests' fake GPU.
         if path.suffix in (".h", ".cc") and path.name not in ("mutex.h", "fake.cc")
     ]
     for folder in (CODE, OVERLAY):

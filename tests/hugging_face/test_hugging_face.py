@@ -78,7 +78,8 @@ def test_frozen_parameters_never_reach_byteps(run_dir: Path, models: Path, data:
     assert elements == seen.trained < sum(value.numel() for value in parameters.values()) / 2
     # Four layers with four adapters each, of two matrices.
     assert len(adapters) == 4 * 4 * 2
-    # The engine counts its bytes: 4 per element of the adapters in a step, and no more.
+    # The engine counts the bytes that it sends. It sends 4 bytes per element of the adapters in a
+    # step, and no more.
     assert seen.training.pushed_bytes == 4 * elements * STEPS
     assert seen.training.pulled_bytes == 4 * elements * STEPS
 
@@ -90,8 +91,8 @@ def test_recomputed_layers_give_adapters_their_gradients(
     recomputed = _seen(RECOMPUTED, run_dir, models, data, "recomputed")
     assert not recomputed.without_gradient
     assert [s.loss for s in recomputed.training.steps] == [s.loss for s in plain.training.steps]
-    # The failure that this test guards against: the input of a recomputed layer is frozen, so that
-    # autograd never requests the layer's gradients.
+    # The failure that this test guards against: a recomputed layer has a frozen input, so autograd
+    # never requests the layer's gradients.
     unmended = _seen(RECOMPUTED, run_dir, models, data, "unmended", mended=False)
     assert len(unmended.without_gradient) == 4 * 4 * 2
 
@@ -255,14 +256,14 @@ def test_text_becomes_the_models_tokens(model: Path, tmp_path: Path) -> None:
     )
     assert dataset.tokens == len(stored) < len(source.read_bytes())
     assert prepare([source], tmp_path / "out", 1000, tokens).reused
-    # Bytes of the same text are another dataset.
+    # The same text with other bytes is another dataset.
     assert prepare([source], tmp_path / "out", 1000).prefix != dataset.prefix
     (model / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json: no such file"):
         tokens_of(model)
 
 
-# Four processes import everything again, and this takes minutes on a busy machine.
+# The four processes import everything again. This takes minutes on a busy machine.
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> None:
     source = run_dir / "sums.txt"

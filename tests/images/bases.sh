@@ -37,7 +37,7 @@ if [[ -z $(buildah images --quiet "$name" 2>/dev/null) ]]; then
   container=$(buildah from --arch "$arch" scratch)
   buildah add --quiet "$container" "$tarball" / >/dev/null
   buildah config --arch "$arch" --os linux --cmd '["bash"]' "$container"
-  # This machine may trust authorities that Debian does not.
+  # This machine may trust certificate authorities that Debian does not trust.
   authorities=/etc/ssl/certs/ca-certificates.crt
   if [[ -s $authorities ]]; then
     buildah add --quiet "$container" "$authorities" "$authorities" >/dev/null

@@ -21,7 +21,7 @@ SUITE = "trixie"
 
 
 def pytest_configure() -> None:
-    # Done here, before pytest captures stderr.
+    # The build runs here, before pytest captures stderr.
     containers.screen = os.fdopen(os.dup(2), "w")
 
 

@@ -129,8 +129,8 @@ class Podman:
     def __init__(self, folder: Path, storage_conf: Path) -> None:
         self.folder = folder
         config = folder / "containers.conf"
-        # The containers have no control groups, which need rights to /sys/fs/cgroup, and no limits
-        # above this process's.
+        # The containers have no control groups, because those need rights to /sys/fs/cgroup. So
+        # their only limits are those of this process.
         config.write_text(f"""
 [containers]
 cgroups = "disabled"
@@ -187,7 +187,7 @@ network_config_dir = "{folder}/networks"
 
 
 OLDEST_GLIBC = (2, 34)
-"""Version in the wheels' tag, manylinux_2_34: Debian 12, Ubuntu 22.04, RHEL 9."""
+"""Version in the wheels' tag, manylinux_2_34, which Debian 12, Ubuntu 22.04 and RHEL 9 satisfy."""
 EVERYWHERE = {"libc.so.6", "libm.so.6", "libgcc_s.so.1"}
 """Libraries that every machine with that C library has."""
 MACHINES = {62: "x86_64", 183: "aarch64"}

@@ -27,7 +27,7 @@ from tests.multiproc.cluster import Cluster, Nursery, Spawned, wait_all
 PLATFORMS = ("linux/amd64", "linux/arm64")
 LARGEST = 120_000_000
 ADDITIONS = {"linux/amd64": "x86-64-v", "linux/arm64": "armv8-a"}
-"""Fast paths of sums; each CPU has one of them."""
+"""Fast paths of sums. Each CPU has one of them."""
 
 
 @pytest.fixture(params=PLATFORMS)
@@ -95,7 +95,7 @@ class ImageCluster(Cluster):
         for name in env:
             if name.startswith(("DMLC_", "BYTEPS_")):
                 command += ["--env", f"{name}={env[name]}"]
-        # A socket for each server, because they share the container's files.
+        # Each server has a socket of its own name, because the servers share the container's files.
         command += ["--env", f"BYTEPS_HEALTH_SOCKET=/run/byteps/{number}.sock"]
         command += [self.container, "--", "byteps-server", "--role", "server"]
         server = Spawned(f"server {number}", command, {**env, **self.buildah.env}, self.folder)
@@ -337,7 +337,8 @@ def test_a_job_on_x86(
     with buildah.container(worker_image, "amd64") as worker:
         torch = Path(buildah("mount", worker).strip()) / "opt/venv" / SITE
         with bare(buildah, "amd64", wheel_for("x86_64")) as container:
-            # This path follows the environment's own packages, so byteps is the installed package.
+            # This path comes after the environment's own packages, so `byteps` is the installed
+            # package.
             late = f"echo /opt/torch >/opt/venv/{SITE}/late.pth"
             buildah("run", container, "--", "sh", "-ec", late)
             said = buildah(

@@ -42,7 +42,8 @@ class Platform:
     arguments: tuple[str, ...] = ()
     """Arguments of Megatron, under either backend."""
     shares_devices: bool = False
-    """Ranks have GPUs; ranks of different assumed hosts share GPUs if hosts have several ranks."""
+    """Whether ranks have GPUs. Ranks of different assumed hosts share GPUs if hosts have several
+    ranks."""
     preloaded: tuple[str, ...] | None = None
     """Modules that the fork server imports; None for the program's module, with all that it
     needs."""
@@ -50,7 +51,7 @@ class Platform:
 
 CPU = Platform(
     name="cpu",
-    # Set on machines with GPUs too.
+    # This variable is set on machines with GPUs, too.
     environment={"MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
 )
 
@@ -104,7 +105,7 @@ _started_for: Platform | None = None
 
 
 class JobFailed(AssertionError):
-    """Ranks did not end as expected; the text has the end of their logs."""
+    """Raised if ranks did not end as expected. The text has the end of their logs."""
 
 
 @contextmanager
@@ -243,8 +244,8 @@ class Job:
     def _gpus(self, rank: int) -> dict[str, str]:
         """Make the variables that give a rank its GPU.
 
-        Hosts share GPUs if there are more hosts than GPUs, and so do ranks if each host has one
-        rank. A host with more ranks than GPUs looks like several machines to NCCL.
+        Hosts share GPUs if there are more hosts than GPUs. If each host has one rank, ranks share
+        GPUs in this way. To NCCL, a host with more ranks than GPUs looks like several machines.
         """
         from scripts import children
 
@@ -332,7 +333,8 @@ def data_arguments(dataset: Dataset) -> list[str]:
 def gpus_to_offer(settings: Settings) -> int | None:
     """Get the number of GPUs to give to ``cluster`` when Ray would find too few.
 
-    This is a GPU for each rank and spare. None if ranks need no GPUs, or if there are enough.
+    This is a GPU for each rank and spare. None if ranks need no GPUs, or if the machine has enough
+    GPUs.
     """
     from scripts.children import outnumbered
 

@@ -54,7 +54,7 @@ class Row:
 
 
 class Named(Protocol):
-    """Anything that has a name."""
+    """Something that has a name."""
 
     @property
     def name(self) -> str: ...

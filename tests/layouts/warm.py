@@ -1,9 +1,9 @@
 """First import of the fork server: work that each rank would otherwise repeat.
 
 Megatron parses the help of its arguments from the source of its classes, twice in each rank. The
-result is always the same, and takes a fifth of a small job's CPU time. Megatron also starts a new
-Python for the queue of a checkpoint's writers, which takes longer than the rest of a small job. A
-fork serves as well, as Megatron's persistent writers show.
+result is always the same, and this takes a fifth of a small job's CPU time. Megatron also starts a
+new Python for the queue of a checkpoint's writers, which takes longer than the rest of a small job.
+Here the queue is in a fork instead, as with Megatron's persistent writers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import functools
 import gc
 
-gc.disable()  # imports leave no garbage; each rank switches it on
+gc.disable()  # Imports leave no garbage. Each rank switches the collector on again.
 
 # ruff: noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async

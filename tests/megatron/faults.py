@@ -33,7 +33,7 @@ def install(folder: Path, victim: str, phase: str) -> None:
         phase: "pushed": only rank 0 has sent its gradients; "answered": all ranks know the norm,
             and none has sent a verdict on the step.
     """
-    # Imported here: a process that imports this file may lack byteps.
+    # Imported here, because byteps may be missing in a process that imports this file.
     from byteps.torch.server_bucket import ServerBucket
 
     rank, digests = int(os.environ["RANK"]), []
@@ -122,7 +122,7 @@ def _await(file: Path) -> None:
 
 
 def meet(folder: Path, *, wait: bool) -> None:
-    """Record that this rank is here; with `wait`, wait for all ranks."""
+    """Record that this rank has come here. With `wait`, wait until all ranks have."""
     (folder / f"here.{dist.get_rank()}").touch()
     deadline = time.monotonic() + LIMIT_S
     while wait and len(list(folder.glob("here.*"))) < dist.get_world_size():
@@ -133,14 +133,15 @@ def meet(folder: Path, *, wait: bool) -> None:
 def _kill(victim: str) -> None:
     if victim == "rank":
         os.kill(os.getpid(), signal.SIGKILL)
-    # Only this job's servers are killed: processes of its first rank have its store's port.
+    # Only this job's servers are killed. They are known by their environment, which has the store's
+    # port of the job's first rank.
     mark = f"MASTER_PORT={os.environ['MASTER_PORT']}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
             environment = (process / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # The process has ended.
+            continue  # The process has ended meanwhile.
         if mark in environment and b"--role" in command and b"server" in command:
             os.kill(int(process.name), signal.SIGKILL)
             return
@@ -164,13 +165,12 @@ def undecayed() -> None:
 
 
 def checked() -> None:
-    """Check a step without a fault: gradients that were sent early are compared again in
-    the step."""
+    """Check a step without a fault. The step compares gradients that were sent early again."""
     os.environ["BYTEPS_CHECK_GRADIENTS"] = "1"
 
 
 def pushed_too_early_checked() -> None:
-    """Gradients to which other stages add are sent before they do; the check notices it."""
+    """Send gradients before other stages have added to them. The check notices it."""
     checked()
     from megatron.core.distributed.dpu_reduce.summed_later import SummedLater
 
@@ -178,8 +178,8 @@ def pushed_too_early_checked() -> None:
 
 
 def summed_once_more_checked() -> None:
-    """A new version of Megatron might sum another gradient over tensor-parallel ranks; the check
-    notices it."""
+    """Sum another gradient over tensor-parallel ranks, as a new version of Megatron might. The
+    check notices it."""
     checked()
     from megatron.core import mpu
 
@@ -198,8 +198,8 @@ def summed_once_more_checked() -> None:
 
 
 def pushed_twice() -> None:
-    """Check of a step without a fault: Megatron's rerun machine repeats the passes of each step. No
-    gradient is zeroed while servers send into its memory."""
+    """Check a step without a fault, in which Megatron's rerun machine repeats the passes of each
+    step. No gradient may be zeroed while servers send into its memory."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
@@ -225,7 +225,7 @@ def pushed_twice() -> None:
 
 
 def lost() -> None:
-    """The last rank ends in its second step, with a part of its gradients sent."""
+    """End the last rank in its second step, when it has sent a part of its gradients."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     ready, steps = ServerOptimizer.bucket_is_ready, 0
@@ -249,8 +249,8 @@ def lost() -> None:
 
 
 def sent_before_the_step() -> None:
-    """Check of a step without a fault: after the first step, in which Megatron learns when buckets
-    are ready, all gradients that only data-parallel ranks sum are sent when the step begins."""
+    """Check a step without a fault. In the first step Megatron learns when buckets are ready. After
+    it, all gradients that only data-parallel ranks sum must be sent when the step begins."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     step = ServerOptimizer.step
@@ -267,8 +267,8 @@ def sent_before_the_step() -> None:
 
 
 def come_late(rank: int) -> None:
-    """Check of a step without a fault: one rank sends its gradients after the others. The order of
-    the three additions shows: 2**30, 1 and -2**30 give 0 or 1."""
+    """Check a step without a fault, in which one rank sends its gradients after the others. The
+    result shows the order of the three additions: 2**30, 1 and -2**30 give 0 or 1."""
     from megatron.core.distributed.dpu_reduce import server_buckets, sums
 
     def late(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Programs of ranks in tests; each function is called with the job's folder."""
+"""Programs of ranks in tests. Each function is called with the job's folder."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def train(
 ) -> RankSeen:
     """Run Megatron's training loop with the entry script, on the small model.
 
-    ``hide_byteps`` makes ``import byteps`` fail; ``broken`` names a function of faults.py; with
-    ``waits`` checkpoints are written only after another step.
+    ``hide_byteps`` makes ``import byteps`` fail. ``broken`` names a function of faults.py. With
+    ``waits``, checkpoints are written only after another step.
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment] # the import system accepts None
@@ -70,7 +70,7 @@ def train(
 def train_with_the_flag_on_rank_0(
     folder: Path, arguments: Sequence[str], environment: dict[str, str]
 ) -> RankSeen:
-    """Run Megatron's training loop with `--use-dpu-reduce`, which only rank 0 is given."""
+    """Run Megatron's training loop. Only rank 0 gets `--use-dpu-reduce`."""
     flag = ["--use-dpu-reduce"] if os.environ["RANK"] == "0" else []
     return run([*MODEL, *arguments, *flag])
 
@@ -117,8 +117,8 @@ def _write_later(folder: Path) -> None:
 
 
 def _through_servers(arguments: Sequence[str]) -> list[str]:
-    """Add a backend flag: the ranks share this machine, so by default nothing would go to
-    servers."""
+    """Add a flag for the backend. The ranks share this machine, so without the flag nothing would
+    go to servers."""
     if "--use-dpu-reduce" in arguments and "--dpu-reduce-backend" not in arguments:
         return [*arguments, "--dpu-reduce-backend", "flat"]
     return list(arguments)
@@ -162,7 +162,7 @@ def train_owed(
     folder: Path, arguments: Sequence[str], environment: dict[str, str]
 ) -> dict[str, Any]:
     """Return the rounding losses at a checkpoint."""
-    # Imported here, because it imports this module.
+    # Imported here, because that module imports this one.
     from tests.megatron.recipe_programs import watch
 
     owed = watch()
@@ -205,7 +205,8 @@ def train_faulty(
     try:
         return run([*MODEL, *_through_servers(arguments)], broken=broken)
     except BaseException:
-        if not victim:  # The servers end with the first rank: wait until all have their answers.
+        # The servers end with the first rank, so it waits until all ranks have their answers.
+        if not victim:
             faults.meet(folder, wait=True)
         raise
 
@@ -239,7 +240,7 @@ class Mixed(torch.nn.Module):
 def _on_core(body: Callable[[], Any], **groups: int) -> Any:
     """Run with torch.distributed and Megatron's groups, without megatron.training."""
     cpu_platform.install()
-    # Imports of libraries change the log level.
+    # Imported libraries change the log level.
     logging.basicConfig(level=logging.INFO, force=True)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**groups)
@@ -252,7 +253,7 @@ def _on_core(body: Callable[[], Any], **groups: int) -> Any:
 
 
 def gathers(folder: Path, sizes: Sequence[int], waits: bool) -> list[torch.Tensor]:
-    """All-gather of `sizes` numbers of each rank, all equal to its rank plus one."""
+    """All-gather `sizes` numbers of each rank, all equal to the rank plus one."""
 
     def body() -> list[torch.Tensor]:
         rank = dist.get_rank()
@@ -284,7 +285,7 @@ def core_frozen_stage(folder: Path, environment: dict[str, str] | None = None) -
         module.requires_grad_(parallel_state.get_pipeline_model_parallel_rank() > 0)
         ddp = _wrap(module, use_dpu_reduce=True, dpu_optimizer=True)
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.1), [ddp])
-        if optimizer.is_stub_optimizer:  # Megatron saves nothing of it.
+        if optimizer.is_stub_optimizer:  # Megatron saves nothing of the frozen stage.
             return 0
         model = {
             name: ShardedTensor.from_rank_offsets(name, parameter)
@@ -419,7 +420,8 @@ def core_one_more(folder: Path, environment: dict[str, str]) -> tuple[list[Any],
 
 
 def core_forced(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Make a step whose sum is forced to be whole, as when Megatron saves gradients."""
+    """Make a step in which every bucket must be summed as a whole, as when Megatron saves
+    gradients."""
 
     def body() -> dict[str, torch.Tensor]:
         ddp = _wrap(Mixed(), **config)

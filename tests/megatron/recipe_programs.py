@@ -32,8 +32,8 @@ from tests.megatron.rank_programs import Mixed, _on_core, _pushed_bytes, _wrap
 
 
 class _Graph:
-    """Replaces ``FullCudaGraphWrapper``: the first step runs, the second is recorded, and later
-    ones are replays, in which gradients appear without any of Megatron's Python."""
+    """Replaces ``FullCudaGraphWrapper``. The first step runs, and the second is recorded. Later
+    steps are replays, in which gradients appear without any of Megatron's Python."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -232,7 +232,7 @@ def hybrid(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
             **config,
         )
         transformer = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
-        with mock.patch("torch.cuda.current_device", lambda: 0):  # It needs a number.
+        with mock.patch("torch.cuda.current_device", lambda: 0):  # Megatron needs a number here.
             model = FullyShardedDataParallel(
                 transformer,
                 ddp_config,

@@ -94,7 +94,7 @@ def test_a_recipe_that_is_accepted(judged: Check) -> None:
 
 
 def test_servers_on_the_hosts_are_the_default(judged: Check) -> None:
-    """The table, the line on servers and the answer agree."""
+    """Require that the table, the line on servers and the answer agree."""
     status, text = judged(*RECIPE, *SHARDED, machines=HOSTS)
     assert status == 0 and "; servers: 1 on each of 4 hosts\n" in text
     assert "0 on each" not in text and "gain nothing" not in text
@@ -261,8 +261,8 @@ NOT_A_CHOICE = {
     "allreduce": "which group sums over shards: with them all gradients wait",
     "ddp_config": "of DDP",
 }
-"""Attributes of parameters, models and configs that it reads without selecting a gradient
-by them."""
+"""Attributes of parameters, models and configs that ``finalize_model_grads`` reads without
+selecting a gradient by them."""
 
 NOT_OF_GRADIENTS = {
     "_update_router_expert_bias": "counts of tokens",
@@ -293,12 +293,12 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 
 
 def used(node: ast.AST, known: dict[str, ast.FunctionDef]) -> Iterator[str]:
-    """Return the functions of its module that a function names."""
+    """Return the functions of the same module that a function names."""
     return (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in known)
 
 
 def reached(start: str, known: dict[str, ast.FunctionDef]) -> set[str]:
-    """Return a function of a module, and all that it reaches."""
+    """Return a function of a module, and all functions that it reaches."""
     names, left = set[str](), [start]
     while left:
         name = left.pop()
@@ -309,7 +309,7 @@ def reached(start: str, known: dict[str, ast.FunctionDef]) -> set[str]:
 
 
 def named(node: ast.AST) -> str:
-    """Return the name of an expression; empty for others."""
+    """Return the name of an expression, or "" if it has no name."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -343,7 +343,7 @@ def steps(known: dict[str, ast.FunctionDef]) -> set[str]:
 
 
 def sums(node: ast.AST) -> bool:
-    """Return whether it contains a collective."""
+    """Return whether the code contains a collective."""
     attributes = (n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))
     return any(name in COLLECTIVES for name in attributes)
 
@@ -374,7 +374,7 @@ def ours(tree: Path) -> str:
 
 def test_every_sum_after_the_backward_pass_is_known(upstream: str, ours: str) -> None:
     assert unknown(upstream, ours) == []
-    # The code was parsed: it has this form, and these steps.
+    # The parser has understood the code, and found these steps in it.
     assert steps(functions(upstream)) == STEPS.keys()
 
 

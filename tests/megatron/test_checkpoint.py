@@ -95,13 +95,15 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
 def test_the_optimizer_on_the_servers_resumes(
     train: Train, run_dir: Path, dtype: tuple[str, ...]
 ) -> None:
-    """Resumes with the same bits, and with the checkpoint's learning rate if requested."""
+    """Require that a run resumes with the same bits, and with the checkpoint's learning rate if
+    that is requested."""
     few = ("--dpu-reduce-keep-bf16", "4096") if "--dpu-reduce-wire-dtype" in dtype else ()
     shared = (*dtype, *DROPOUT, *SERVERS, *few)
     folder = str(run_dir / "checkpoint")
     whole = train(*shared, "--save", folder, "--save-interval", "2")
     load = ["--load", folder, "--ckpt-step", "2"]
-    if "muon" not in dtype:  # Megatron's optimizer refuses another rate, even with the flag.
+    # Megatron's optimizer refuses another learning rate, even with the flag.
+    if "muon" not in dtype:
         load += ["--lr", "1", "--use-checkpoint-opt_param-scheduler"]
     rest = train(*shared, *load)
     assert rest.losses == whole.losses[2:]
@@ -127,7 +129,7 @@ def test_the_optimizer_moves(
     """The optimizer's state moves from servers to Megatron's distributed optimizer and back, in
     another layout."""
     dropout = ("--hidden-dropout", "0", "--attention-dropout", "0")
-    # The first layer of an MLP is saved as two tensors.
+    # Megatron saves the first layer of an MLP as two tensors.
     plain = (*dropout, *PADDED, "--swiglu", "--global-batch-size", "4")
     folder = str(run_dir / "checkpoint")
 
@@ -230,7 +232,7 @@ def collected(parts: list[ShardedTensor]) -> dict[str, torch.Tensor]:
 def test_ranks_save_what_one_would(
     parameter: ShardedTensor | ShardedTensorFactory, ranks: int
 ) -> None:
-    """All boxes together, for any ranges into which the parameter is cut."""
+    """Return all boxes together, for any ranges into which the parameter is cut."""
     values = numbered(SHAPE)
     whole = server_checkpoint.with_values(parameter, "key", values)
     expected = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
@@ -316,14 +318,15 @@ def test_ranks_save_a_bucket() -> None:
 
 @pytest.mark.thorough
 def test_a_stage_that_learns_nothing_saves_nothing(run_job: Callable[..., Job]) -> None:
-    """A pipeline stage without trained parameters saves nothing, and no other rank waits for it."""
+    """A pipeline stage without trained parameters saves nothing. No other rank waits for this
+    stage."""
     job = run_job("core_frozen_stage", 4)
     assert sum(job.result(rank) for rank in (0, 1)) == 0
     assert sum(job.result(rank) for rank in (2, 3)) == 4 * 3 + 3
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, whole."""
+    """Return all tensors of a checkpoint, each as a whole."""
     state: dict[str, Any] = {}
     _load_state_dict(
         state,
@@ -354,8 +357,9 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_written_while_training_goes_on(
     train: Train, run_dir: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Processes wait until another step was made: the checkpoint has the bits of one written at
-    once, and a run resumes from it. A rank reads only its part of the servers' state."""
+    """The writers wait until another step was made. The checkpoint still has the bits of one that
+    is written at once, and a run resumes from it. A rank reads only its part of the servers'
+    state."""
     now, later = run_dir / "now", run_dir / "later"
     save = ("--save-interval", "2", "--save")
     plain = train(*arguments)
@@ -373,7 +377,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(
     assert rest.losses == plain.losses[2:]
     for name, value in plain.parameters.items():
         assert torch.equal(value, rest.parameters[name]), name
-    # Two checkpoints, with three fp32 values for each parameter of a half.
+    # Two checkpoints are written. Each has three fp32 values for each parameter of a half.
     wanted_bytes = 2 * 12 * sum(value.numel() for value in plain.parameters.values()) / 2
     for rank in range(2):
         for saved in (at_once, behind):

@@ -46,7 +46,7 @@ MADE = {
     "instances": {"get_tokens_per_expert_and_token_count"},
     "muon": {"train_step"},
 }
-"""Functions that must be seen; otherwise the recording is broken."""
+"""Functions that must be seen. If one is not seen, the recording is broken."""
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ _OTHERS = (
     *("inference", "rl", "post_training", "resharding", "dist_checkpointing", "export"),
     *("fsdp", "models/mimo", "training/checkpointing.py", "core/parallel_state.py"),
 )
-"""Parts that do not train with DDP, or move a replica's own checkpoint."""
+"""Parts of Megatron that do not train with DDP, or that move a replica's own checkpoint."""
 _CALLS = (
     *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "broadcast"),
     *("all_gather_into_tensor", "all_gather_object", "all_to_all_single", "reduce"),
@@ -108,12 +108,13 @@ def test_the_list_names_functions_of_this_megatron(tree: Path) -> None:
         module, _, function = where.partition(":")
         path = tree / Path(*module.split("."))
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if file.exists():  # The other Megatron of upstream.lock may have more.
+        if file.exists():  # The other Megatron of upstream.lock may have more functions.
             assert function in dict(functions(file)), where
 
 
 def test_calls_with_a_data_parallel_group_are_on_the_list(tree: Path) -> None:
-    """Read Megatron's source for calls that no run above makes; a new Megatron may have more."""
+    """Search Megatron's source for calls that no run above makes. A new Megatron may have more of
+    them."""
     unknown = []
     for folder in ("core", "training"):
         for path in sorted((tree / "megatron" / folder).rglob("*.py")):

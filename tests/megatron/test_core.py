@@ -91,9 +91,9 @@ def test_forced_all_reduce(run_job: RunJob, overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_no_sync_starts_no_sum(run_job: RunJob, overlap: bool) -> None:
-    """With no_sync, gradients are sent only in the last micro-batch. With overlap, from the second
-    step on, all sums start in its backward pass (in the first, Megatron learns which gradients
-    exist)."""
+    """With no_sync, gradients are sent only in the last micro-batch. With overlap, all sums start
+    in the backward pass of that micro-batch, from the second step on. In the first step Megatron
+    learns which gradients exist."""
     config = {"overlap_grad_reduce": overlap, "bucket_size": 64}
     job = run_job("core_no_sync", 2, config=config)
     first, second = job.result(0)
@@ -104,7 +104,7 @@ def test_no_sync_starts_no_sum(run_job: RunJob, overlap: bool) -> None:
 
 
 def test_no_bucket_overtakes_another(run_job: RunJob) -> None:
-    """The optimizer needs all of them."""
+    """All buckets have the same priority, because the optimizer needs all of their sums."""
     priorities = run_job("core_priorities", 2).result(0)
     assert len(priorities) >= 3
     assert len(set(priorities)) == 1
@@ -286,7 +286,7 @@ def test_a_step_that_is_one_graph_is_summed_after_it(
     "config",
     [
         pytest.param({}, id="in-place"),
-        # Shards are copied, and the sums back.
+        # Shards are copied before they are sent, and sums are copied back.
         pytest.param({"megatron_fsdp_grad_comm_dtype": torch.bfloat16}, id="copied"),
     ],
 )

@@ -221,7 +221,7 @@ def test_the_random_numbers_of_the_gpu_are_those_of_the_cpu() -> None:
 @pytest.mark.usefixtures("active")
 def test_iterating_over_data_leaves_the_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    numbers: Any = [1, 2]  # Any sequence works, although torch does not declare it.
+    numbers: Any = [1, 2]  # Any sequence works here, although torch does not declare it.
     assert list(torch.utils.data.DataLoader(numbers, batch_size=None)) == [1, 2]
     assert torch.equal(torch.get_rng_state(), before)
 

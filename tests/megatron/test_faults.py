@@ -32,7 +32,7 @@ SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_PARTITION_BYTES": "4096"}
 MADE = {"pushed": 2, "answered": 3}
 LOST = {
     "server": r"BytePSError: .*server [01]\b.*lost",
-    # Megatron's own collectives may fail first.
+    # Megatron's own collectives may fail before BytePS does.
     "rank": r"worker 1\b.*was lost|Connection (closed|reset) by peer",
 }
 
@@ -74,7 +74,7 @@ def test_a_process_is_killed_within_a_step(
         made = json.loads((broken.folder / f"digests.{rank}").read_text())
         assert made == expected[: MADE[phase]]
         left = broken.folder / f"left.{rank}"
-        # A failed step changes nothing; the next step may have failed before its update.
+        # A failed step changes nothing. The step after it may have failed before its update.
         assert not left.exists() or left.read_text() == made[-1]
     rest = run("--load", folder, "--ckpt-step", "2")
     assert digests_of(rest) == expected[2:]
@@ -84,7 +84,7 @@ def test_a_process_is_killed_within_a_step(
 
 
 def test_servers_with_too_little_memory(run_job: RunJob, dataset: Dataset) -> None:
-    """The job ends at its start, on all ranks; the error has the required and the available
+    """The job ends at its start, on all ranks. The error has the required and the available
     memory."""
     little = {**SERVERS, "BYTEPS_SERVER_STATE_BYTES": "100000"}
     words = [*data_arguments(dataset), *ARGUMENTS]
@@ -160,7 +160,7 @@ def test_all_bits_are_those_of_a_run_that_lost_none(
     make_nodes: Callable[[int, dict[str, str]], Cluster],
     case: str,
 ) -> None:
-    """One server is killed during the sums of the second step, the other during those of the third.
+    """One server is killed during the sums of the second step, and one during those of the third.
 
     If servers keep the optimizer, only one is killed, because copying its state takes time.
     """

@@ -114,7 +114,7 @@ def test_local_steps_begin_though_the_iteration_was_skipped() -> None:
     """Local steps begin, even if --iterations-to-skip skips the iteration named by `after`."""
     layer = Layer()
     optimizer = optimizer_of(layer.weight)
-    for iteration in (1, 2, 3, 6, 7):  # Counted from 1.
+    for iteration in (1, 2, 3, 6, 7):  # Iterations are counted from 1.
         args = Namespace(**{**vars(ARGS), "curr_iteration": iteration - 1})
         outer_steps.iteration_ended(args, [layer], optimizer)
         assert outer_steps.running() == (iteration >= 6)

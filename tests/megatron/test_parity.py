@@ -43,7 +43,8 @@ def test_two_ranks_agree_to_the_last_bit(train: Train, arguments: tuple[str, ...
     through_all_reduce = train(*arguments)
     assert_same_run(through_byteps, through_all_reduce)
 
-    # The comparison is meaningful: it trained, ranks differ, and BytePS made the sums.
+    # The comparison means something only if the job has trained, ranks differ, and BytePS has made
+    # the sums.
     assert len(through_byteps.losses) == 4
     assert through_byteps.losses[-1] < through_byteps.losses[0]
     first, second = (local[0] for local in through_byteps.local_gradients)
@@ -95,7 +96,8 @@ def test_one_clear_error_where_byteps_is_absent(
 
 
 def test_a_flag_on_one_host_alone_is_named(run_job: Callable[..., Job], dataset: Dataset) -> None:
-    """The other rank goes on to a collective of Megatron, and would wait for ever."""
+    """If only one host has the flag, the error names it. Otherwise the other rank would go on to a
+    collective of Megatron, and wait for ever."""
     environment = {"BYTEPS_START_TIMEOUT_S": "3"}
     arguments = data_arguments(dataset)
     job = run_job(
@@ -118,7 +120,7 @@ def test_without_the_flag_byteps_is_not_touched(train: Callable[..., Trained]) -
 # Local attention with context parallelism, compared with a single rank with all tokens.
 
 
-# Dropout would affect other elements.
+# Dropout would affect other elements on each rank.
 PLAIN = ("--global-batch-size", "2", "--hidden-dropout", "0", "--attention-dropout", "0")
 
 
@@ -311,10 +313,10 @@ def reference(
 
 
 def test_a_wrong_update_is_found(reference: Reference, run_dir: Path) -> None:
-    """test_compare.py has wrong sums."""
+    """test_compare.py covers wrong sums."""
     report = reference.against("servers-dp2-bf16-acc2", run_dir, "undecayed")
     assert any("parameters differ by" in miss for miss in report.misses), report.misses
-    # The broken side is BytePS, not the run it is compared with.
+    # The changed run is the one with BytePS, not the run that it is compared with.
     assert not any(miss.startswith("all-reduce") for miss in report.misses)
 
 

@@ -1,5 +1,5 @@
-"""A replica of a Megatron job dies and comes back: the others go on, and all end with the same
-parameters."""
+"""A replica of a Megatron job dies and comes back. The other replicas go on, and all end with the
+same parameters."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def test_a_replica_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str
 
 
 class DieInAStep:
-    """Kills a replica that has computed a step and pushed a part of its gradients, and waits for
-    the minimum time of its pass."""
+    """Kills a replica that has computed a step and pushed a part of its gradients. The kill waits
+    for the minimum time of the replica's pass."""
 
     def __init__(self, after: int, wait_s: float, who: int = 1) -> None:
         self.after, self.wait_s, self.who = after, wait_s, who
@@ -178,7 +178,8 @@ def test_the_first_one_comes_back_to_a_job_that_began_with_a_checkpoint(
 def test_the_first_one_dies_in_the_last_step_before_a_save(
     prefix: Path, tmp_path: Path, layout: str
 ) -> None:
-    """If replica 0 dies in the last step before a save, another one saves all, and ends well."""
+    """If replica 0 dies in the last step before a save, another replica saves everything, and ends
+    well."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "6", "--pace", "1"]
@@ -206,8 +207,10 @@ class Leave:
         job.allow(self.after)
         if all(len(life.ends) == self.after for life in job.lives):
             self.leaver = job.lives[self.who]
-            self.leaver.killed = self.done = True  # So it does not have to end with status 0.
-            os.killpg(self.leaver.ranks[-1].pid, signal.SIGTERM)  # Like torchrun.
+            # A killed process need not end with status 0.
+            self.leaver.killed = self.done = True
+            # Ranks are ended in the way of torchrun.
+            os.killpg(self.leaver.ranks[-1].pid, signal.SIGTERM)
             job.allow(job.options.steps)
 
 
@@ -223,7 +226,8 @@ class Leave:
 def test_a_replica_that_is_told_to_end_leaves(
     prefix: Path, tmp_path: Path, layout: str, who: int, delay: int
 ) -> None:
-    """The replica leaves after its current step, which all have made: the others lose nothing."""
+    """The replica leaves after its current step, which all replicas have made. So the others lose
+    nothing."""
     words, arguments = LAYOUTS[layout]
     save = ("--save", str(tmp_path), "--save-interval", "6")
     given = [*TINY, *words, "--steps", "12"]
@@ -261,7 +265,7 @@ def test_a_replica_that_is_told_to_end_leaves(
 def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A signal between the two meetings of a step counts in the next step: if it counted only in
+    """A signal between the two meetings of a step counts in the next step. If it counted only in
     the second meeting, all replicas could leave, and none would save."""
     notice = SimpleNamespace(received=False)
     said: list[bool] = []
@@ -271,7 +275,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
         return Choice(joiner=-1, ready_epoch=0, present=(True, True), leaving=(leaves, False))
 
     def all_want(wanted: bool, what: str) -> bool:
-        notice.received = True  # All others, too.
+        notice.received = True  # All other replicas get the signal now.
         return False
 
     def leave(iteration: int) -> None:
@@ -297,7 +301,7 @@ def test_a_replica_that_was_asked_is_not_told_to_end_before_the_next_step(
 
 @pytest.mark.thorough
 def test_replicas_that_are_all_told_to_end_save_a_checkpoint(prefix: Path, tmp_path: Path) -> None:
-    """The last ones save a checkpoint, and end well."""
+    """The last replicas save a checkpoint, and end well."""
 
     class TellAll(Leave):
         def __call__(self, job: failures.Job, now: float) -> None:

@@ -41,8 +41,8 @@ class Others:
         return own.copy_(torch.tensor(total))
 
     def save(self, *sums: tuple[str, list[float]], **args: Any) -> list[str]:
-        """Save with these results of the sums over replicas, in this order; all must be used.
-        Return what was saved."""
+        """Save, while the sums over replicas have these results in this order. All results must be
+        used. Return what was saved."""
         self.sums, self.saved = list(sums), []
         saves.save_once(
             lambda: self.saved.append("model"), Namespace(**args), [], 6, stays=sums[0][1][3] > 0
@@ -98,7 +98,8 @@ def test_a_rank_that_lacks_it_has_all_of_its_replica_try_again(
 def test_what_is_written_in_the_background_is_asked_for_at_the_end(
     others: Others, tmp_path: Path
 ) -> None:
-    """All must agree: the replica that wrote it may have been lost before or after."""
+    """All replicas must agree, because the replica that wrote the checkpoint may have been lost
+    before or after it wrote."""
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     given = {"async_save": True, "save": str(tmp_path)}
 
@@ -107,7 +108,7 @@ def test_what_is_written_in_the_background_is_asked_for_at_the_end(
         others.sums = [("written", written)]
         saves.demand_written()
         assert not others.sums
-        saves.demand_written()  # Only once.
+        saves.demand_written()  # The checkpoint is saved only once.
 
     tracker.write_text("4")
     ends([1.0, 1.0])

@@ -1,4 +1,5 @@
-"""Replica jobs, which meet only at the servers, train the same as a single job of as many ranks."""
+"""Jobs of replicas, which meet only at the servers, train the same as a single job of as many
+ranks."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def test_layouts_with_the_optimizer_on_servers(prefix: Path, layout: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_checkpoints_of_servers(prefix: Path, tmp_path: Path, ranks: str) -> None:
-    """One replica saves what servers keep. All replicas, and a plain job, resume from that."""
+    """One replica saves the state of the servers. All replicas, and a plain job, resume from it."""
     keep = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
     served = ("--dpu-optimizer", "--lr-decay-iters", "8")
     words = ("--replicas", "2", "--ranks", ranks, "--steps", "8")
@@ -143,7 +144,8 @@ def test_layouts(prefix: Path, layout: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 3])
 def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
-    """A replica saves, all load, and continue as if uninterrupted; so does a plain job."""
+    """A replica saves a checkpoint. All replicas load it, and continue as if they were
+    uninterrupted. So does a plain job."""
     keep = (
         "--save",
         str(tmp_path / "saved"),
@@ -171,7 +173,7 @@ def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
     plain = bench.train(options, prefix, None)["losses"]
     if every == 1:
         assert plain == pytest.approx(whole["losses"][4:], rel=1e-4)
-    else:  # It begins with the same model, and sums where the replicas step alone.
+    else:  # The plain job begins with the same model, and sums where the replicas step alone.
         assert plain[0] == pytest.approx(whole["losses"][4], rel=2e-2)
 
 

@@ -36,7 +36,7 @@ SERVERS = ("--use-dpu-reduce", "--dpu-optimizer")
 EARLY = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
 NODE_FIRST = ("--dpu-reduce-backend", "node-first")
 FLAT = ("--dpu-reduce-backend", "flat")
-# Small pieces, so that one is in flight while the host sums another.
+# Pieces are small, so that one is in flight while the host sums another.
 PIECES = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_NODE_PIECE_BYTES": "2048"}
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
@@ -155,7 +155,8 @@ def test_a_checkpoint_goes_on_the_other_way(
 
 
 def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
-    """The rank next to the lost one ends, too: it waits for that rank inside the host."""
+    """The rank next to the lost one ends, too, because it waits for the lost rank inside the
+    host."""
     words = [*data_arguments(dataset), *SERVERS, *EARLY, *NODE_FIRST]
     job = run_job("train", 4, arguments=words, per_host=2, broken="lost", fails=True)
     for rank in (0, 1, 2):
@@ -164,7 +165,7 @@ def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
 
 
 class Interrupt(BaseException):
-    """An exception like KeyboardInterrupt, which itself would end the tests."""
+    """Stands for an exception like KeyboardInterrupt, which itself would end the tests."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), Interrupt()])
@@ -200,7 +201,7 @@ def test_a_load_forgets_what_was_sent_of_a_step_that_failed() -> None:
     bucket._pushed, bucket._check = mock.sentinel.started, None
     bucket._transfer.end.side_effect = BytePSError("worker 1 was lost")
     bucket.give_up()
-    bucket.forget_push()  # The next pass begins like this.
+    bucket.forget_push()  # The next pass begins with these calls.
     bucket._transfer.end.assert_called_once_with(mock.sentinel.started)
     bucket._shards.give_up.assert_called_once_with()
 
@@ -248,7 +249,7 @@ NONE = "does not say what rounding has lost"
 
 
 def saved_ranks(folder: Path) -> set[int]:
-    """Return how many ranks' rounding losses a checkpoint has. It is a set, because the number may
+    """Return a set of the numbers of ranks whose rounding losses a checkpoint has. The number may
     differ by parameter."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
@@ -325,7 +326,8 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     for rank in ranks:
         for name, (values, axis) in rank["owed"].items():
             number = rank["tensor_rank"]
-            if axis is None and number > 0:  # A copy, whose gradient equals that of the first.
+            # A copy. Its gradient equals that of the first parameter.
+            if axis is None and number > 0:
                 continue
             axes[name] = axis or 0
             of_rank = parts.setdefault(name, {})

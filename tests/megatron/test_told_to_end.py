@@ -55,7 +55,7 @@ def test_a_checkpoint_is_saved(
     words: tuple[str, ...],
     is_embedded: bool,
 ) -> None:
-    """Scheduler and servers wait for the checkpoint, and with --dpu-optimizer for their own
+    """The scheduler and servers wait for the checkpoint and, with --dpu-optimizer, for their own
     state."""
     nodes = () if is_embedded else scripted.start_nodes(workers=2, servers=1)
     cluster = () if is_embedded else ("--scheduler", f"127.0.0.1:{scripted.port}")
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_saved(
         "worker",
         *(*cluster, "--servers", "1"),
         *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        # torchrun kills ranks that take longer, which they do on a busy machine.
+        # torchrun kills ranks that take longer than this, and on a busy machine they do.
         *("--shutdown-timeout", str(int(RUN_S))),
         *("--", str(tree / "pretrain_dpu_gpt.py"), *MODEL, *TINY, *words, "--save", str(saved)),
         env=env,

@@ -167,7 +167,8 @@ def test_unsupported_flags_are_refused(parse: Parse, flag: str, values: tuple[st
 def test_rules_see_arguments_as_megatron_has_renamed_and_derived_them(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], name: str, value: object
 ) -> None:
-    """Each setting has a single name then, independent of its name on the command line."""
+    """After the translation, each setting has a single name, whatever its name on the command line
+    was."""
     seen: list[object] = []
     monkeypatch.setattr(dpu_reduce, "validate_args", lambda args: seen.append(getattr(args, name)))
     parameters.parse([*SMALL, "--no-check-for-nan-in-loss-and-grad", *words], world=2)
@@ -198,7 +199,7 @@ def test_refused_with_the_optimizer_on_the_servers(
 
 
 def translated(args: Namespace) -> Namespace:
-    """Translate like the beginning of Megatron's own validation."""
+    """Translate arguments as the beginning of Megatron's own validation does."""
     dpu_reduce.translate_args(args)
     dpu_reduce.validate_args(args)
     return args
@@ -209,7 +210,7 @@ def translated(args: Namespace) -> Namespace:
 def test_servers_do_what_a_recipe_has_ranks_do(
     parse: Parse, capsys: pytest.CaptureFixture[str], flag: str, values: tuple[str, ...]
 ) -> None:
-    """The flag is off before values are derived from it; only rank 0 logs it."""
+    """The flag is switched off before values are derived from it. Only rank 0 logs this."""
     parsed = parse("--dpu-optimizer", flag, *values)
     args, elsewhere, without = (copy.copy(parsed) for _ in range(3))
     translated(args)

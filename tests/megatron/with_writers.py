@@ -11,14 +11,14 @@ from unittest.mock import MagicMock
 
 
 class SummaryWriter(MagicMock):
-    """Stands in for TensorBoard's, which the test environment lacks."""
+    """Stands in for TensorBoard's writer, which the test environment lacks."""
 
     def add_scalar(self, name: str, value: Any, step: int) -> None:
         print(f"tensorboard {step} {name} {float(value)}", flush=True)
 
 
 def log(values: dict[str, Any], step: int) -> None:
-    """Stands in for wandb's."""
+    """Stands in for wandb.log."""
     for name, value in values.items():
         print(f"wandb {step} {name} {float(value)}", flush=True)
 

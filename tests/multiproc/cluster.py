@@ -1,5 +1,5 @@
-"""Every process writes a log to the test's folder, listens on ports chosen by the kernel, is waited
-for with a deadline, and is ended by its pid after the test."""
+"""Starts clusters of processes. Every process writes a log to the test's folder, and listens on
+ports that the kernel chooses. The test waits for it with a deadline, and ends it by its pid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPOSITORY = HERE.parents[1]
 
 LOOPBACK = "127.0.0.1"
 SERVER_VARIABLE = "MEGATRON_BYTEPS_TEST_SERVER"
-# Limits only against hangs: a busy machine with two cores, or an emulated CPU, must meet them.
+# These limits only end hangs. A busy machine with two cores, or an emulated CPU, must meet them.
 START_S = 150.0
 RUN_S = 400.0
 IMPORT_S = 500.0
@@ -51,13 +51,13 @@ def clean_environment(folder: Path) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_OURS) and name not in LAUNCHER_VARIABLES
     }
-    # One thread per process: the processes of a cluster share few cores.
+    # Each process gets one thread, because the processes of a cluster share few cores.
     plain = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     return {**env, **plain, "BYTEPS_SECRET": SECRET}
 
 
 class Process(Protocol):
-    """A process of a test, with any parent."""
+    """A process of a test, whichever process its parent is."""
 
     title: str
     pid: int
@@ -89,8 +89,8 @@ class Nursed:
         return self.status
 
     def send(self, number: signal.Signals) -> None:
-        # The pid cannot belong to another process: the nursery reaps it only after it has reported
-        # the end.
+        # The pid cannot belong to another process, because the nursery reaps the process only after
+        # it has reported the end.
         if self.running:
             os.kill(self.pid, number)
 
@@ -174,7 +174,7 @@ class Nursery:
 
 
 class Cluster:
-    """`workers` workers and `servers` servers around one scheduler; a context manager.
+    """`workers` workers and `servers` servers around one scheduler, as a context manager.
 
     All listen on ``host``, an address of this machine. The nursery forks workers; without a nursery
     the test starts them in another way.
@@ -266,7 +266,7 @@ class Cluster:
         env: Mapping[str, str | None] | None = None,
         **args: Any,
     ) -> Nursed:
-        """Run `programs.<module>:<function>` as the worker of this rank; None in `env` unsets a
+        """Run `programs.<module>:<function>` as the worker of this rank. None in `env` unsets a
         variable."""
         size = str(world_size if world_size is not None else self.workers_wanted)
         ranks = {"RANK": str(rank), "WORLD_SIZE": size}
@@ -285,7 +285,7 @@ class Cluster:
         return [self.start_worker(rank, program, **args) for rank in range(self.workers_wanted)]
 
     def run(self, program: str, timeout_s: float = RUN_S, **args: Any) -> None:
-        """Start everything; require that every check passes and every process exits with 0."""
+        """Start everything. Require that every check passes and every process exits with 0."""
         self.start(program, **args)
         self.finish(timeout_s)
 
@@ -331,8 +331,8 @@ class Cluster:
 
 
 def wait_for_file(path: Path, timeout_s: float, alive: Iterable[Process] = ()) -> str:
-    """Wait for a file and return its text; fails early if a process that should write it
-    has ended."""
+    """Wait for a file and return its text. Fail early if a process that should write it has
+    ended."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         dead = [process for process in alive if not process.running]
@@ -359,7 +359,7 @@ def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
 
 
 def stop(process: Process) -> None:
-    """Send SIGSTOP and wait until every thread has stopped: kill() returns earlier."""
+    """Send SIGSTOP and wait until every thread has stopped, because kill() returns earlier."""
     process.send(signal.SIGSTOP)
     deadline = time.monotonic() + END_S
     while not _stopped(process.pid):
@@ -369,8 +369,8 @@ def stop(process: Process) -> None:
 
 
 def _stopped(pid: int) -> bool:
-    """Return whether all its threads have stopped, according to /proc. False if there is no such
-    process."""
+    """Return whether all threads of the process have stopped, according to /proc. False if there is
+    no such process."""
     states = []
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:

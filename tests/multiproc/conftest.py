@@ -1,4 +1,4 @@
-"""Fixtures of tests that start a cluster; tests in other folders import them from here."""
+"""Fixtures of tests that start a cluster. Tests in other folders import them from here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> str:
-    """A python that need not import torch (warm_python.py); it ends with the nursery."""
+    """A python that need not import torch (warm_python.py). It ends with the nursery."""
     folder = tmp_path_factory.mktemp("warm")
     path, address = warm.install(folder)
     server = nursery.start(

@@ -38,7 +38,7 @@ def start_looping(
 
 
 def lose(cluster: Cluster, lost: str) -> list[Nursed]:
-    """Kill the second worker, the first server or the scheduler; return the surviving workers once
+    """Kill the second worker, the first server or the scheduler. Return the surviving workers once
     they have ended."""
     workers = list(cluster.workers.values())
     victims: dict[str, Process] = {
@@ -158,14 +158,14 @@ def others(cluster: Cluster) -> list[Process]:
 
 
 def replace_scheduler(cluster: Cluster, number: int, step: int) -> None:
-    """Kill the scheduler for the `number`-th time while workers hold at `step`; start the next
-    scheduler while they hold ten steps later, then let them continue."""
+    """Kill the scheduler for the `number`-th time while workers hold at `step`. Start the next
+    scheduler while they hold ten steps later, and then let them continue."""
     wait_done(cluster, step)
     kill_scheduler(cluster)
     for node in others(cluster):
         wait_for_count(node, "and the job goes on meanwhile", number)
     cluster.go(str(step))
-    wait_done(cluster, step + 10)  # No sum needs the scheduler.
+    wait_done(cluster, step + 10)  # Sums do not need the scheduler.
     cluster.start_scheduler()
     wait_for_count(cluster.scheduler, GOES_ON, number)
     for node in others(cluster):
@@ -202,7 +202,7 @@ class Socket:
                 raise OSError(error, f"disconnecting: {os.strerror(error)}")
 
     def close(self) -> None:
-        """Close the connection for both ends, like a proxy that ends."""
+        """Close the connection for both ends, as a proxy that ends does."""
         with self._taken() as taken:
             taken.shutdown(socket.SHUT_RDWR)
 

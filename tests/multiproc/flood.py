@@ -1,8 +1,8 @@
-"""Messages of an unauthenticated peer, byte for byte; and, as a program, thousands of such peers,
-which repeatedly connect to a port and prove nothing.
+"""Messages of an unauthenticated peer, byte for byte. As a program: thousands of such peers, which
+repeatedly connect to a port and do not prove that they have the secret.
 
-The messages follow the description in net/tcp/wire.h and net/link/meta_codec.cc, deliberately not
-the code. The program runs until its stdin closes, then prints its counts as JSON.
+The messages follow the description in net/tcp/wire.h and net/link/meta_codec.cc. They deliberately
+do not use that code. The program runs until its stdin closes, then prints its counts as JSON.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def proof(secret: str, who: str, said: bytes) -> bytes:
 
 
 class TooLate(Exception):
-    """The node closed the connection because a message was late."""
+    """Raised if the node closed the connection because a message was late."""
 
 
 @contextmanager
 def greeted(
     address: tuple[str, int], hello: Hello, secret: str, timeout_s: float = END_S
 ) -> Iterator[tuple[socket.socket, str]]:
-    """Context with an authenticated connection, and the refusal, or "".
+    """Context with an authenticated connection, and the text of the refusal, or "".
 
     Reconnects if authentication took too long, as nodes do.
     """
@@ -111,7 +111,7 @@ def answer_to(said: bytes, address: tuple[str, int], timeout_s: float = END_S) -
 
 
 def greet(stranger: socket.socket, hello: Hello, secret: str) -> str:
-    """Send hello and a proof, and check the peer's proof; return the refusal, or ""."""
+    """Send hello and a proof, and check the peer's proof. Return the refusal, or ""."""
     stranger.sendall(hello.encode())
     challenge = receive(stranger, CHALLENGE_BYTES)
     if text := refusal(challenge + read_refusal(stranger, challenge), CHALLENGE_BYTES):
@@ -183,12 +183,13 @@ def job_of(address: tuple[str, int]) -> int:
                 assert time.monotonic() < deadline, f"{address} closes every connection"
 
 
-# Thousands of unauthenticated peers: they repeatedly connect to a port and prove nothing.
+# Thousands of unauthenticated peers, which repeatedly connect to a port and do not prove that they
+# have the secret.
 
 
 TICK_S = 0.01
 KINDS = ("silent", "talking")
-"""Sends nothing; sends hello and no proof."""
+"""Kinds of peers: one sends nothing, the other sends hello and no proof."""
 TIMEOUT_S = 60
 FILES_OF_ITS_OWN = 64
 
@@ -202,13 +203,14 @@ class Plan:
     rate: float = 1000.0
     """Connections per second."""
     sources: int = 0
-    """Number of unused addresses in 127.0.0.0/8 to connect from; 0: the default address."""
+    """Number of unused addresses in 127.0.0.0/8 from which to connect, or 0 for the default
+    address."""
     most: int = 12_000
     """Largest number of open connections."""
 
 
 class Flood:
-    """A process that executes a plan; a context manager."""
+    """A process that executes a plan, as a context manager."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
@@ -346,7 +348,7 @@ def main() -> int:
     flooder = _Flooder(Plan(address=(host, int(port)), **arguments))
     flooder.run()
     print(json.dumps(flooder.done), flush=True)
-    os._exit(0)  # Faster than closing all connections one by one.
+    os._exit(0)  # This is faster than closing all connections one by one.
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 
 from scripts.children import end_with_parent
 
-# torch itself imports the last module with the first optimizer.
+# The first optimizer would import the last module anyway.
 PRELOAD = (
     "torch",
     "torch.distributed.run",

@@ -52,7 +52,7 @@ def ask(run_dir: Path, role: str, *arguments: str) -> subprocess.CompletedProces
 
 
 class Scripted:
-    """A cluster started by the three scripts; all its processes have a mark in their
+    """A cluster that the three scripts start. All its processes have a mark in their
     environment."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:

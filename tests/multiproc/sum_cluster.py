@@ -11,7 +11,8 @@ from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_a
 
 
 class SumCluster:
-    """A context manager: starts the scheduler and all servers, and kills what is left at its end.
+    """A context manager that starts the scheduler and all servers, and kills what is left at its
+    end.
 
     The scheduler is the first process, servers are the next ones.
     """
@@ -71,7 +72,7 @@ class SumCluster:
         return self.processes[1]
 
     def start_worker(self, rank: int, size: int, *arguments: str, name: str = "worker") -> Spawned:
-        """Start sum_worker as a rank of so many."""
+        """Start sum_worker as rank `rank` of `size` ranks."""
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "DMLC_NUM_WORKER": str(size)}
         return self._start(f"{name} {rank}", "sum_worker", *arguments, **env)
 

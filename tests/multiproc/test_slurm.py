@@ -23,7 +23,7 @@ CONTROLLER = "controller"
 
 
 class SlurmCluster:
-    """Nodes n0, n1, ... and a controller, each on its own emulated host; a context manager.
+    """Nodes n0, n1, ... and a controller, each on its own emulated host, as a context manager.
 
     Each node has a PID namespace, and its processes end with it.
     """
@@ -84,7 +84,7 @@ class SlurmCluster:
         files = {"socket": "munge", "key-file": "munge.key", "pid-file": "munge.pid",
                  "log-file": "munge.log", "seed-file": "munge.seed"}  # fmt: skip
         options = [f"--{name}={folder / file}" for name, file in files.items()]
-        # Without --force munged demands that root owns all parent folders of its files.
+        # Without --force, munged demands that root owns all parent folders of its files.
         self._daemons.append(
             Spawned(
                 "munged", [_find("munged"), "--foreground", "--force", *options], self._env, folder
@@ -129,7 +129,8 @@ class SlurmCluster:
             f"SlurmdSpoolDir={folder}/spool.%n",
             f"SlurmctldPidFile={folder}/slurmctld.pid",
             f"SlurmdPidFile={folder}/slurmd.%n.pid",
-            # The cluster has no control groups, accounts or MPI: only processes matter here.
+            # The cluster has no control groups, accounts or MPI, because only processes matter
+            # here.
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none",

@@ -50,7 +50,7 @@ WORKER_0 = 9
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Cluster]:
-    """A job of two workers and a server, which must be right after all of these tests."""
+    """A job of two workers and a server, which must still work after all of these tests."""
     with Cluster(tmp_path_factory.mktemp("steady"), nursery, workers=2, servers=1) as cluster:
         cluster.start("failures:steady")
         cluster.wait_mark("looping", range(2))
@@ -115,8 +115,8 @@ def test_a_server_takes_its_own_generation_alone(steady: Cluster) -> None:
     ids=["route", "rank", "resumes"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
-    """Even a peer that has the secret is refused, because the worker is connected, and stays so.
-    peer_table_test.cc tests the other reasons."""
+    """Even a peer that has the secret is refused, because the worker is connected. The worker stays
+    connected. peer_table_test.cc tests the other reasons."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with greeted(nodes["server"], hello, SECRET) as (_, said):
@@ -190,7 +190,7 @@ def test_a_node_that_has_not_the_secret(
 
 
 def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) -> None:
-    """Nodes do not trust such a scheduler."""
+    """Nodes do not trust a scheduler without the secret."""
     cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_scheduler()
     worker = cluster.start_worker(0, "failures:init_only", env={"BYTEPS_AUTH": "1"})

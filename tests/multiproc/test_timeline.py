@@ -28,7 +28,8 @@ WORKER_STAGES = ["queue", "push", "server", "pull queue", "pull"]
 SERVER_STAGES = ["receive queue", "add", "other workers", "answer"]
 PARTITIONS = {("large", 0), ("large", 1), ("large", 2), ("small", 0)}
 WORKERS = 2
-# Allowed difference of the clocks that two processes of a host read at their start.
+# Allowed difference, in microseconds, of the clocks that two processes of a host read at their
+# start.
 CLOCKS_US = 2000.0
 
 Event = dict[str, Any]

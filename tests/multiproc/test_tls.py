@@ -143,7 +143,7 @@ def test_bytes_inserted_in_between_break_the_connection(
 
 
 def test_connections_that_break(make_cluster: Callable[..., Cluster]) -> None:
-    """Connections to servers and the scheduler break in the middle of rounds; they are restored,
+    """Connections to servers and the scheduler break in the middle of rounds. Nodes restore them,
     encrypted."""
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("failures:checked")
@@ -293,7 +293,7 @@ def test_settings_that_do_not_fit(
     env: dict[str, str],
     error: str,
 ) -> None:
-    """Checked before anything is opened; exit status 2."""
+    """Settings are checked before anything is opened. The exit status is 2."""
     address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0"}
     sizes = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
     settings = {**files_of(authority, stranger, files), **env, **address, **sizes}

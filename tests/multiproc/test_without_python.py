@@ -118,7 +118,8 @@ def test_a_server_that_stood_still_blames_nobody(run_dir: Path) -> None:
         arguments = ["--bytes", "40000000", "--tensors", "3", "--rounds", "40"]
         workers = job.start_workers(2, *arguments)
         deadline = time.monotonic() + LIMIT_S
-        while not all("PUSH 'tensor.0'" in worker.text for worker in workers):  # Until it sums.
+        # Wait until each worker sums.
+        while not all("PUSH 'tensor.0'" in worker.text for worker in workers):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         job.server.send(signal.SIGSTOP)

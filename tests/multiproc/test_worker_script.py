@@ -15,7 +15,7 @@ from scripts.children import captured, free_ports
 from tests.multiproc.cluster import HERE, LOOPBACK, RUN_S, START_S, wait_all, wait_for_file
 from tests.multiproc.scripted import SCRIPTED, SCRIPTS, Scripted, ask, environment, scripted
 
-__all__ = ["scripted"]  # A fixture.
+__all__ = ["scripted"]  # pytest finds this fixture by its name here.
 
 
 @pytest.mark.thorough

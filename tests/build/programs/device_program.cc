@@ -69,7 +69,7 @@ void Work(int mine) {
 
 int main() {
   try {
-    core::Cuda();  // throws here what it would throw in the threads
+    core::Cuda();  // throws here what it would throw in a thread
     for (int mine : {-1, 0, 1}) std::thread(Work, mine).join();
     for (int wrong : {0, 2}) {
       try {

@@ -47,10 +47,11 @@ SMALLER = {
     "--encoder-num-layers": 2,
     "--decoder-num-layers": 2,
 }
-"""Upper limits of widths and of the sequence length."""
+"""Largest widths and the longest sequence of a small run."""
 
 MICRO_BATCHES = 8
-"""Micro-batches of a rank in a step, at most: a test with more gets half as many, at least 1."""
+"""Largest number of micro-batches of a rank in a step. A test with more gets half as many as it
+has, at least 1."""
 
 PLACES_OF_LAYERS = (
     "--account-for-embedding-in-pipeline-split",
@@ -58,7 +59,8 @@ PLACES_OF_LAYERS = (
     "--moe-layer-freq",
     "--pipeline-model-parallel-layout",
 )
-"""Flags that assign layers to pipeline stages: with any of them the number of layers stays."""
+"""Flags that assign layers to pipeline stages. A test with any of them keeps its number of
+layers."""
 
 DATA = (
     *("--data-cache-path", "--data-path", "--fim-data", "--fim-rate", "--fim-spm-rate"),
@@ -73,7 +75,7 @@ LENGTH = (
     *("--exit-interval", "--lr-decay-samples", "--lr-warmup-samples", "--train-iters"),
     *("--train-samples",),
 )
-"""Flags of the length of a run: a small run makes a few steps and no evaluation."""
+"""Flags that set the length of a run. A small run makes a few steps and no evaluation."""
 
 FILES = (
     *("--async-save", "--async-ckpt-use-cpu-shm", "--async-strategy", "--auto-detect-ckpt-format"),
@@ -86,7 +88,7 @@ FILES = (
     *("--verify-integrity", "--wandb-entity", "--wandb-exp-name", "--wandb-project"),
     *("--wandb-save-dir",),
 )
-"""Flags of checkpoints and logs: a small run saves and loads nothing."""
+"""Flags of checkpoints and logs. A small run saves and loads nothing."""
 
 REPLACED = {
     "--attention-backend": "unfused: other kernels of attention need a GPU",
@@ -94,8 +96,8 @@ REPLACED = {
     "--no-persist-layer-norm": "so it is anyway",
     "--transformer-impl": "local: Transformer Engine needs a GPU",
 }
-"""Flags that a CPU cannot serve and that ``MEGATRON_CPU=1`` sets otherwise: new value and
-reason."""
+"""Flags that a CPU cannot serve and for which ``MEGATRON_CPU=1`` has another value: the value and
+the reason."""
 
 LEFT_OUT = {
     "--apply-layernorm-1p": "Transformer Engine's norms",
@@ -111,7 +113,7 @@ LEFT_OUT = {
     "--moe-router-fusion": "kernels of Transformer Engine",
     "--use-flash-attn": "a kernel for GPUs",
 }
-"""Flags that a CPU cannot serve and that a small run omits: the thing each needs."""
+"""Flags that a CPU cannot serve and that a small run omits: what each flag needs."""
 
 REFUSED = {
     "--cuda-graph-impl": "CUDA graphs",
@@ -127,7 +129,7 @@ REFUSED = {
     "--use-torch-fsdp2": "FSDP2, which sums gradients by itself",
     "--use-transformer-engine-op-fuser": "Transformer Engine's layers",
 }
-"""Need of each flag that a CPU cannot serve and that is the subject of the test."""
+"""Flags that are the subject of a test and that a CPU cannot serve: what each flag needs."""
 
 UNCUT = tuple(
     f"--{kind}-parallel-size"
@@ -136,11 +138,11 @@ UNCUT = tuple(
 """Sizes that are 1 unless the test sets them."""
 
 LARGEST = 16
-"""Limit of a run's ranks."""
+"""Largest number of ranks of a run."""
 
 
 class CannotRun(ValueError):
-    """A test that a CPU cannot run; the text says why."""
+    """Raised for a test that a CPU cannot run. The text has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +209,7 @@ def small(given: Mapping[str, Value]) -> Small:
     changed |= {"--eval-interval": "1000", "--eval-iters": "0", "--train-iters": str(STEPS)}
     changed |= {"--mock-data": True, "--num-workers": "0"}
     if "--overlap-param-gather-with-optimizer-step" in changed:
-        changed["--ckpt-format"] = "torch"  # Megatron refuses torch_dist with it.
+        changed["--ckpt-format"] = "torch"  # Megatron refuses torch_dist with this flag.
     if "--fp16" in changed:
         # With Megatron's initial scale of 2^32, all steps of a short run would be skipped.
         changed["--initial-loss-scale"] = "1024"

@@ -118,7 +118,7 @@ QUICK = (
     "gpt3_mcore_tp1_pp1_dist_optimizer_overlap_grad_reduce_param_gather",
     "t5_mcore_tp1_pp1_vp1",
 )
-"""Rows that `make test` runs: each covers something that the others do not."""
+"""Rows that `make test` runs. Each row covers something that the other rows do not."""
 
 CASES: tuple[Case, ...] = (
     _row("gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset", 2, _GPT, _DO),

@@ -17,15 +17,15 @@ from tests.few_bits import Sums
 from .layout import Errors, RankSeen, Report, Step, Sum
 from .rows import STEPS, Layout
 
-# Tolerance of the bytes that go to servers, relative to the cost model: for padding alone.
+# Tolerance of the bytes that go to servers, relative to the cost model. It covers padding.
 BYTES_TOLERANCE = 0.02
 FEW_BITS_TOLERANCE = 0.1  # for partly filled blocks and both ends of shards
 WIRE_BYTES = {"bf16": 2.0, "int8": 130 / 128, "int4": 66 / 128}
 
 
 def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
-    """Start a report with the sums and their members; misses say that the runs have different
-    shapes."""
+    """Start a report with the sums and their members. If the report then has misses, the two runs
+    have different shapes."""
     report = Report(layout=layout)
     check_shape(report, ours, theirs)
     if report.misses:
@@ -198,7 +198,7 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     element = WIRE_BYTES.get(layout.wire, float(total.local.element_size()))
     whole = total.local.numel() * element
     wanted = total.result.numel() * element
-    # Each rank sends and receives all of the kept bytes, whatever the route of the other bytes.
+    # Each rank sends and receives all of these bytes, whatever route the other bytes take.
     exact_bytes = kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
         return whole + exact_bytes, wanted + exact_bytes
@@ -216,9 +216,9 @@ def _check_errors(report: Report) -> None:
     for kind, error in report.ours.relative.items():
         if kind in FORMS:  # checked bit by bit
             continue
-        # The error may be that of the other run. Parts sent in another dtype have no counterpart
-        # there: they may have the error of one rounding, or of one rounding per rank that
-        # torch.distributed adds inside a host.
+        # The error may be that of the other run. If parts were sent in another dtype, the other run
+        # has no such parts. Then the error may be that of one rounding, or of one rounding per rank
+        # that torch.distributed adds inside a host.
         rounding = torch.finfo(getattr(torch, kind)).eps / 2
         roundings = report.layout.ranks_that_sum_first
         allowed = max(report.theirs.relative.get(kind, 0.0), roundings * rounding)
@@ -297,8 +297,8 @@ def _note(report: Report, what: str, where: Sequence[str]) -> None:
 
 
 KEPT_BYTES = 4096
-"""Parameters whose gradients have fewer bytes travel as bf16 (fp16 gradients as fp16): all norms
-and biases of these models."""
+"""Size in bytes. Gradients of smaller parameters, which are all norms and biases of these models,
+are not sent in few bits. They travel as bf16, and fp16 gradients travel as fp16."""
 FEW_BITS_ENVIRONMENT = {
     "BYTEPS_DETERMINISTIC": "1",
     "BYTEPS_KEEP_BF16_BYTES": str(KEPT_BYTES),
@@ -358,7 +358,7 @@ class FewBits:
         return lambda view: total[view.offset : view.offset + view.result.numel()]
 
     def forget(self) -> None:
-        """Drop the error feedback, like all ranks after a skipped step."""
+        """Drop the error feedback, as all ranks do after a skipped step."""
         for sums in self._sums.values():
             sums.forget()
 

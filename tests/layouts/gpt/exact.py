@@ -18,8 +18,9 @@ _OPTIONS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
 class ExactUpdates:
     """Follows Megatron's optimizer on a rank and makes each step a second time in fp64.
 
-    Both get the same norm and the same gradients: summed over data-parallel ranks and rounded as
-    the optimizer gets them. So the result is the rounding error of the update.
+    Both steps get the same norm and the same gradients, which are summed over data-parallel ranks
+    and rounded as the optimizer gets them. So the difference between the results is the rounding
+    error of the update.
     """
 
     def __init__(self, optimizer: Any, buckets: Iterable[tuple[Any, Any]], steps: int) -> None:
@@ -109,7 +110,7 @@ class ExactUpdates:
                 yield parameter, flat[begin:end].double().cpu().view(parameter.shape).clone()
 
     def _added(self, bucket: Any, group: Any) -> torch.Tensor:
-        """Add like servers do: exactly, with one rounding."""
+        """Add as servers do: exactly, with one rounding at the end."""
         sent = self._pushed[id(bucket)]
         total = sent.to(bucket.grad_data.device, torch.float64)
         dist.all_reduce(total, group=group)
@@ -169,7 +170,7 @@ class ExactBits:
         """
         self.misses: list[str] = []
         self.steps = 0
-        """Steps that were followed."""
+        """Number of steps that were followed."""
         self._followed = [
             _Followed(served, bucket, group, optimizer.param_groups, per_host)
             for bucket, group in buckets

@@ -42,7 +42,8 @@ class Layout(Row):
     experts: int = 0
     distributed_optimizer: bool = False
     instances: int = 1
-    """Instances of the distributed optimizer: each has the whole state, sharded over its ranks."""
+    """Number of instances of the distributed optimizer. Each has the whole state, sharded over its
+    ranks."""
     overlap: bool = False
     accumulation: int = 1
     """Micro-batches of a rank before its gradients are summed."""
@@ -59,15 +60,16 @@ class Layout(Row):
     They do not change the result, or the other backend does not support them.
     """
     packed: bool = False
-    """A row of tokens holds several documents, and attention stays inside a document."""
+    """Whether a row of tokens holds several documents. Attention then stays inside a document."""
     coarse: bool = False
-    """Products have fewer bits than parameters (fp8, TF32), or are many: the last bit of a
-    parameter has a larger effect on the next gradients."""
+    """Whether products have fewer bits than parameters (fp8, TF32), or there are very many
+    products. The last bit of a parameter then has a larger effect on the next gradients."""
     graphed: bool = False
-    """A CUDA graph replays whole steps. The sums are then not visible, and the comparison has only
-    losses, norms and parameters."""
+    """Whether a CUDA graph replays whole steps. The sums are then not visible, and only losses,
+    norms and parameters are compared."""
     servers: bool = False
-    """Servers keep the optimizer in the run through BytePS, and Megatron in the other run."""
+    """Whether servers keep the optimizer in the run through BytePS. In the other run, Megatron
+    keeps it."""
     environment: tuple[tuple[str, str], ...] = ()
     """Additional environment variables of the ranks that sum through BytePS."""
     refused: str = ""
@@ -93,7 +95,7 @@ class Layout(Row):
 
     @property
     def is_held_against_fp64(self) -> bool:
-        """Tell whether each update is repeated in fp64.
+        """Whether each update is repeated in fp64.
 
         This is impossible if ranks of a host sum first, because the order of their additions
         matters; if Megatron shards the fp32 parameters over ranks; and if Muon updates the
@@ -177,12 +179,13 @@ class Step:
     """A step of the optimizer on a rank."""
 
     sums: dict[str, Sum] = field(default_factory=dict)
-    """Sums by the bucket's place in the model, the same under every backend."""
+    """Sums of the step, by the bucket's place in the model, which is the same under every
+    backend."""
     loss: float | None = None
-    """Average over all ranks; None if another rank has the pipeline's last stage."""
+    """Loss, averaged over all ranks. None if another rank has the pipeline's last stage."""
     grad_norm: float | None = None
     zeros: int | None = None
-    """Number of gradients that are 0, if they are counted."""
+    """Number of gradients that are 0, if Megatron counts them."""
 
     def gradients(self) -> dict[str, Any]:
         """Get each parameter's gradient before the sum, regardless of the buckets."""
@@ -230,9 +233,9 @@ class Errors:
     relative: dict[str, float] = field(default_factory=dict)
     """Largest error of an element by dtype, relative to the sum of its parts' magnitudes."""
     inexact: list[str] = field(default_factory=list)
-    """Sums of two values that are not correctly rounded."""
+    """Number of sums of two values that are not correctly rounded."""
     split: list[str] = field(default_factory=list)
-    """Sums that differ between members."""
+    """Number of sums that differ between members."""
 
     @property
     def worst(self) -> float:
@@ -260,11 +263,11 @@ class Report:
 
     layout: Layout
     groups: list[int] = field(default_factory=list)
-    """Sizes of the groups that sum, so the number of values in a sum."""
+    """Sizes of the groups that sum. A sum adds as many values as its group has ranks."""
     buckets: int = 0
     """Number of different sums of a step, over all ranks."""
     same_bits: bool = False
-    """Every sum, loss, gradient norm and final parameter is the same to the last bit."""
+    """Whether every sum, loss, gradient norm and final parameter is the same to the last bit."""
     ours: Errors = field(default_factory=Errors)
     theirs: Errors = field(default_factory=Errors)
     loss_difference: float = 0.0
@@ -276,7 +279,7 @@ class Report:
 
     @property
     def bits_must_agree(self) -> bool:
-        """Tell whether both backends round the same sums of at most two values once."""
+        """Whether both backends round the same sums of at most two values once."""
         small = max(self.groups, default=1) <= 2
         return small and not self.layout.wire and not self.layout.servers
 

@@ -126,7 +126,7 @@ def _bert(
 ) -> BertModel:
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    config.attention_backend = AttnBackend.local  # BERT requires that the backend is named
+    config.attention_backend = AttnBackend.local  # BERT requires an attention backend to be named
     return BertModel(
         config=config,
         num_tokentypes=2,
@@ -216,7 +216,8 @@ DOCUMENTS = (0, 24, 40, 64)
 def fuse_output_layer() -> None:
     """Make Megatron's own output layer add its weight gradient to the bucket.
 
-    Transformer Engine's layers do so themselves; for this layer Megatron needs a kernel of Apex.
+    Transformer Engine's layers do this themselves. For the output layer, Megatron needs a kernel of
+    Apex.
     """
 
     def add(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:

@@ -247,7 +247,7 @@ def run(
     elif "--use-precision-aware-optimizer" in arguments:
         allow_precision_aware_optimizer()
     if "--mock-data" in arguments:
-        # Megatron sorts its 100,000 documents first, and that takes longer than a small run.
+        # Megatron sorts its 100,000 documents first. This takes longer than a small run.
         gpt_dataset.MockGPTLowLevelDataset.size = 1000
     if broken is not None:
         broken()

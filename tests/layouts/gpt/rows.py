@@ -19,8 +19,8 @@ __all__ = [
 _NODE = "node-first"
 _CLIPS_NEVER = ("--clip-grad", "100")
 
-# Every step is clipped, and the first two are speculative, unless a row says otherwise. Everything
-# but the losses is checked bit by bit.
+# Every step is clipped, and the first two are speculative, unless a row says otherwise. All values
+# except losses are checked bit by bit.
 FEW_BITS: tuple[Layout, ...] = (
     Layout(name="servers-dp2-sent-as-int8", ranks=2, servers=True, wire="int8"),
     Layout(
@@ -119,7 +119,8 @@ _UNTIED = ("--untie-embeddings-and-output-weights",)
 _GATHER = ("--overlap-param-gather",)
 _MASKED = ("--reset-position-ids", "--eod-mask-loss")
 # With several optimizer instances, overlap and a pipeline, Megatron starts its own sums twice on
-# all stages but the first: it scales and sums the result again. Without alignment it sums once.
+# all stages but the first. It then scales and sums the first result again. Without alignment it
+# sums once.
 _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
@@ -146,7 +147,8 @@ _MLA = (
 _MUON = ("--optimizer", "muon")
 # By default Muon multiplies in bf16. Then the last bit of a gradient changes the update.
 _MUON_FP32 = (*_MUON, "--muon-fp32-matmul-prec", "high")
-# The first two steps have half as many samples as the others. Megatron wants thresholds in tokens.
+# The first two steps have half as many samples as the others. Megatron demands thresholds in
+# tokens.
 _RAMP = ("--step-batch-size-schedule", "0:4 128:8")
 _LEAN_MOMENTS = (
     *("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"),
@@ -379,7 +381,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="servers-ep2-tp2-etp1-dp2", ranks=4, tp=2, ep=2, etp=1, experts=4, servers=True),
     Layout(name="servers-ep2-pp2-dp4", ranks=8, pp=2, ep=2, experts=4, servers=True,
            accumulation=2),
-    # Gradients sent during the backward pass: all of them, only those that data-parallel ranks
+    # Gradients sent during the backward pass: all gradients, only those that data-parallel ranks
     # alone sum, or none.
     Layout(name="servers-dp4-overlap-acc2", ranks=4, servers=True, overlap=True, accumulation=2),
     Layout(name="servers-dp2-overlap-bf16-sent-as-bf16-no-clip", ranks=2, servers=True,

@@ -37,7 +37,8 @@ FLAG = "--use-dpu-reduce"
 GPUS_APART = 3
 """Distance between the first GPUs of consecutive layouts, so that concurrent layouts spread
 evenly."""
-# Small pieces: pieces of a bucket are summed inside the host and between hosts at the same time.
+# Pieces are small, so that pieces of one bucket are summed inside the host and between hosts at the
+# same time.
 _SERVERS = {**TWO_SERVERS, "BYTEPS_NODE_PIECE_BYTES": "2048"}
 
 
@@ -55,7 +56,7 @@ def train(
     """Run a layout through a backend, each rank in a process.
 
     Raises:
-        JobFailed: A rank failed, or none did with ``fails``.
+        JobFailed: A rank failed. With ``fails``: no rank failed.
     """
     arguments = [*platform.arguments, *layout.megatron_arguments(), *data]
     environment: dict[str, str] = {}
@@ -208,7 +209,7 @@ UPDATES = Table(
 
 _LARGEST = ("largest of them: error", "error of all-reduce", "losses differ")
 Tables = Mapping[bool, Table]
-"""Tables by whether servers keep the optimizer."""
+"""Titles of the tables, by whether servers keep the optimizer."""
 ALL: Tables = {False: SUMS, True: UPDATES}
 
 _ON_GPUS = """# Correctness on GPUs

@@ -19,7 +19,7 @@ _TOKENS = ("--calculate-per-token-loss",)
 _UNFUSED = ("--no-gradient-accumulation-fusion",)
 _ROPE = ("--position-embedding-type", "rope")
 _MTP = ("--mtp-num-layers", "1")
-# The first two steps are not replayed.
+# CUDA graphs do not replay the first two steps.
 _GRAPHS = ("--cuda-graph-warmup-steps", "2", "--cuda-graph-impl")
 _WHOLE_GRAPH = (
     *_GRAPHS,

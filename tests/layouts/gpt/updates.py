@@ -31,7 +31,8 @@ MANY_BF16_TOLERANCE = 2e-2
 addition."""
 COARSE_TOLERANCE = 2e-3
 MUON_BF16_TOLERANCE = 5e-3
-"""Tolerance with Muon, which makes all directions of a gradient alike, rounding errors included.
+"""Tolerance with Muon, which makes all directions of a gradient equally long, including those of
+rounding errors.
 
 In Megatron alone, a learning rate that is off by a factor of 1e-7 changes the parameters by 2e-3
 after the four steps.
@@ -239,7 +240,7 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
                     sharers = len(sharers_of(rank, total.members, layout))
                     elements, apart = elements / sharers, apart / sharers
                     first = tuple(sharers_of(first[0], total.members, layout))
-                exact = total.result.numel() == 0  # otherwise ranks update, by the sum
+                exact = total.result.numel() == 0  # otherwise the ranks update, by the sum
                 up, down = elements * size, elements * size
                 if layout.has_few_bits:
                     up = elements * WIRE_BYTES[layout.wire] + apart * _held_bytes(layout)

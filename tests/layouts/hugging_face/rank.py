@@ -23,7 +23,7 @@ from tests.layouts.gpt.rank import run
 
 from .runs import VOCABULARY, make
 
-# Must run before any other import of Megatron-Bridge.
+# This call must run before any other import of Megatron-Bridge.
 auto_bridge()
 from megatron.bridge.peft import base  # noqa: E402
 

@@ -21,7 +21,7 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    # Larger than in a real model, so that a wrong layer shows in the logits.
+    # The values are larger than in a real model, so that a wrong layer shows in the logits.
     "initializer_range": 0.1,
 }
 
@@ -143,8 +143,8 @@ KINDS: tuple[Layout, ...] = (
 
 
 PROGRAMS = "tests.layouts.hugging_face.rank"
-# Equal to the program's constants; the import of that module takes seconds, and the parent needs
-# none.
+# Equal to the constants of the rank program. Its import takes seconds, and this process needs
+# nothing else of it.
 BEFORE, AFTER, ADAPTER = "before", "after", "adapter"
 TOLERANCE = 2e-5
 """Tolerance of logits, relative to the largest logit: the two programs add in different orders."""
@@ -208,11 +208,11 @@ class Outcome:
     """Results of a layout, trained fully or by adapters."""
 
     round_trip: bool
-    """The files written before the first step have the bits that were read."""
+    """Whether the files written before the first step have the bits that were read."""
     moved: bool
-    """Training changed the weights."""
+    """Whether training changed the weights."""
     equal: bool
-    """Both backends wrote the same bits."""
+    """Whether both backends wrote the same bits."""
     logits: float
     """Largest difference of logits between Megatron and the written files, relative to the largest
     logit."""

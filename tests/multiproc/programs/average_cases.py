@@ -15,7 +15,8 @@ from tests.border.scenarios import LR, STEPS, Forked, Run, inputs, loss_of, make
 
 
 def clipped_after_unscaling(run: Run) -> None:
-    """Gradients are averages after the pass, and may be unscaled and clipped."""
+    """Train with gradients that are averages after the pass, and that may be unscaled and
+    clipped."""
     model = make_model()
     wrapped, optimizer = run.interface.wrap(model, sgd(model))
     scaler = run.interface.scaler(optimizer)
@@ -30,7 +31,7 @@ def clipped_after_unscaling(run: Run) -> None:
 
 
 def line_search(run: Run) -> None:
-    """LBFGS compares losses, which differ by rank."""
+    """Train with LBFGS, which compares losses that differ by rank."""
     model = make_model()
     made = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
     wrapped, optimizer = run.interface.wrap(model, made)
@@ -51,7 +52,8 @@ def line_search(run: Run) -> None:
 
 
 def unused(run: Run) -> None:
-    """Parameters unused by one rank, by both, or never used; also in the second of two passes.
+    """Train with parameters that one rank, both ranks, or no rank uses, also in the second of two
+    passes.
 
     Momentum and weight decay distinguish a gradient of zeros from a missing gradient.
     """
@@ -128,7 +130,7 @@ class _Recomputed(nn.Module):
 
 
 def recomputed(run: Run) -> None:
-    """Backward passes inside a backward pass, with all parameters in the inner ones."""
+    """Make backward passes inside a backward pass. The inner passes have all parameters."""
     model = _Recomputed()
     wrapped, optimizer = run.interface.wrap(model, sgd(model))
     train(run, wrapped, optimizer)
@@ -136,7 +138,7 @@ def recomputed(run: Run) -> None:
 
 
 def wrapped_again(run: Run) -> None:
-    """A second optimizer over the same model, while the first exists."""
+    """Use a second optimizer over the same model while the first one exists."""
     model = make_model()
     first, optimizer = run.interface.wrap(model, sgd(model))
     train(run, first, optimizer, range(2))

@@ -1,7 +1,7 @@
 """bps.DistributedOptimizer and bps.ServerOptimizer compared with torch's DistributedDataParallel
 over gloo, the former bit for bit.
 
-With two ranks both round each sum once.
+With two ranks, gloo and BytePS both round each sum once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def values_of(
 
 
 def as_ddp(job: Job) -> None:
-    """Every program gives the same bits as DDP, or as gradients that are averaged by hand."""
+    """Check that every program gives the same bits as DDP, or as gradients that are averaged by
+    hand."""
     start(job)
     programs = {name: SCENARIOS[name] for name in SHARED}
     programs |= {case.__name__: case for case in CASES}
@@ -80,7 +81,7 @@ def as_ddp(job: Job) -> None:
 
 
 def as_ddp_on_servers(job: Job) -> None:
-    """The optimizer on the servers runs the same programs, and refuses two of them."""
+    """Run the same programs with the optimizer on the servers, which refuses two of them."""
     start(job)
     refused = ("unfrozen-later", "added-later")
     for scenario in (name for name in SHARED if name not in refused):
@@ -221,7 +222,7 @@ def identity(job: Job) -> None:
 
 
 def failed_pass(job: Job) -> None:
-    """Fail a backward pass after its values were sent: the job must not go on after that."""
+    """Fail a backward pass after its values were sent. The job must not go on after that."""
     bps.init()
     run = run_through(job, interfaces.make("DistributedOptimizer"))
     model = make_model()

@@ -354,7 +354,7 @@ def streams(job: Job) -> None:
         assert not torch.isnan(values).any()
     with job.check("the host goes on"):
         tensor = given(LARGE, job.rank)
-        if job.rank == 1:  # Rank 1 joins only after the other rank has gone on.
+        if job.rank == 1:  # Rank 1 joins the sum only after the other rank has gone on.
             wait_for_file(job.folder / "mark.went_on.0", GO_ON_S)
         for _ in range(5):
             dist.all_reduce(tensor)
@@ -438,7 +438,7 @@ def many_sizes(job: Job) -> None:
 
 
 def loop(job: Job) -> None:
-    """Reduce for ever; ends by the test's error."""
+    """Reduce until the test ends it by an error."""
     initialize(job)
     for round_ in range(1_000_000):
         work = dist.all_reduce(torch.ones(LARGE), async_op=True)
@@ -451,7 +451,7 @@ def loop(job: Job) -> None:
 
 
 def ddp_loop(job: Job) -> None:
-    """Train with DDP for ever; ends by the test's error."""
+    """Train with DDP until the test ends it by an error."""
     initialize(job)
     torch.set_num_threads(1)
     model = DistributedDataParallel(_model())

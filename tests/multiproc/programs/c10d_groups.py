@@ -61,8 +61,8 @@ def _in_opposite_order(job: Job, groups: list[Any], reduce: Reduce = _by_group) 
 
     def use(turn: int, number: int, group: Any) -> None:
         try:
-            # The other thread must have asked for its first sum. The other rank does not expect
-            # that sum yet.
+            # The other thread must have asked for its first sum, which the other rank does not
+            # expect yet.
             if turn:
                 assert began[turn - 1].wait(WAIT_S)
                 time.sleep(0.3)
@@ -162,7 +162,8 @@ def hooked(job: Job) -> None:
 
 
 def node_first(job: Job) -> None:
-    """Sum on hosts first: the node groups of different process groups must not mix either."""
+    """Sum on hosts first. Sums of the node groups of different process groups must not mix
+    either."""
     initialize(job, store=tcp_store(job))
     everyone = list(range(job.size))
     with job.check("two groups, first used in opposite order"):

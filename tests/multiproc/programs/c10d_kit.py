@@ -83,7 +83,7 @@ def total(elements: int, ranks: list[int], dtype: torch.dtype = torch.float32) -
 
 
 def through_servers() -> int:
-    if torch.cuda.is_initialized():  # Streams wait for sums, but the host does not.
+    if torch.cuda.is_initialized():  # Streams wait for sums. The host does not wait.
         torch.cuda.synchronize()
         while bps.get_metrics()["byteps_worker_running_operations"]:
             time.sleep(0.001)
@@ -91,7 +91,7 @@ def through_servers() -> int:
 
 
 def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Copy the parameters of an FSDP2 model; all ranks must call this."""
+    """Copy the parameters of an FSDP2 model. All ranks must call this together."""
     parameters: list[Any] = list(model.parameters())
     return [parameter.full_tensor().detach().clone() for parameter in parameters]
 

@@ -16,7 +16,7 @@ from tests.multiproc.programs.c10d_kit import given, initialize, natively, throu
 from tests.multiproc.programs.job import Job
 
 SHORT_S = 0.5
-"""Time limit in seconds that a late rank exceeds."""
+"""Seconds after which the other ranks give up waiting. A late rank comes later than this."""
 
 type Case = Callable[[Job, Any], Any]
 """Function of a job and a group; its result must be the same with any backend."""
@@ -84,8 +84,8 @@ def _works(job: Job, group: Any) -> Any:
 
 
 def _has_no_error(work: Any) -> bool:
-    """Return whether no exception is known. Older torches cannot report it for gloo: the binding
-    has no Python type."""
+    """Return whether the work is known to have no exception. Older releases of torch cannot report
+    this for gloo, because the binding has no Python type."""
     try:
         return work.exception() is None
     except TypeError:
@@ -265,7 +265,7 @@ def limits(job: Job) -> None:
 
 
 def group_limit(job: Job) -> None:
-    """A group's operations have the group's limit."""
+    """Check that a group's operations have the group's time limit."""
     initialize(job)
     name = "cpu:gloo,cuda:gloo"
     group: Any = dist.new_group(backend=name, timeout=timedelta(seconds=SHORT_S))
@@ -304,7 +304,7 @@ def _reconfigurations(group: Any) -> dict[str, Callable[[], Any]]:
 
 
 def job_limit(job: Job) -> None:
-    """The default group's limit is the job's. Ends by the test's error."""
+    """Check that the default group's limit is the job's. Ends by the test's error."""
     initialize(job, timeout=timedelta(seconds=3))
     if job.rank:
         job.wait_go("end")
@@ -313,7 +313,7 @@ def job_limit(job: Job) -> None:
 
 
 def detailed(job: Job) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: members' shapes are compared."""
+    """Check that TORCH_DISTRIBUTED_DEBUG=DETAIL compares the members' shapes."""
     dist.set_debug_level_from_env()  # torch was imported before the variable was set.
     initialize(job)
     with job.check("sums that agree"):

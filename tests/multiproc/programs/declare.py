@@ -21,7 +21,7 @@ COUNT = 3000
 
 
 def tensors(job: Job, count: int) -> list[bps.TensorDeclaration]:
-    """Return declarations; every second one is only for the first two ranks."""
+    """Return declarations. Every second one belongs only to the first two ranks."""
     return [
         bps.TensorDeclaration(
             name=f"tensor.{i}",
@@ -79,7 +79,8 @@ def many(job: Job) -> None:
 
 
 def hashed(job: Job) -> None:
-    """Ranks have different BYTEPS_KEY_HASH_FN: the later one is refused with the reason."""
+    """Ranks have different values of BYTEPS_KEY_HASH_FN. The rank that joins later is refused with
+    the reason."""
     bps.init()
     if job.rank == 1:
         job.wait_go("second")
@@ -123,8 +124,8 @@ SETS: dict[str, list[int]] = {
 
 
 def dealt(sizes: list[int]) -> list[int]:
-    """Return bytes per server if tensors are placed like Megatron's buckets: each tensor begins on
-    the server after the last one."""
+    """Return the bytes of each server if tensors are placed like Megatron's buckets, where each
+    tensor begins on the server after the last one."""
     placement, total = 0, [0] * servers()
     for number, nbytes in enumerate(sizes):
         part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=placement)
@@ -155,7 +156,7 @@ def spread(job: Job) -> None:
             assert max(loads) <= 1.02 * sum(loads) / len(loads), loads
         with job.check(f"by name: {label}"):
             loads = by_name(sizes)
-            # Each server gets its part of a large tensor; small tensors may be anywhere.
+            # Each server gets its part of a large tensor. Small tensors may be on any server.
             largest = max(bps.partition_count(size) for size in sizes)
             limit = 1.05 if largest >= 64 else 1.5
             assert max(loads) <= limit * sum(loads) / len(loads), loads
@@ -170,7 +171,7 @@ def spread(job: Job) -> None:
 
 
 def placed_by_hash(job: Job) -> None:
-    """Place tensors by the hash function djb2: no server stays idle."""
+    """Place tensors by the hash function djb2. Every server must get some."""
     bps.init()
     for label in ("40M elements a bucket, fp32", "one partition each"):
         with job.check(label):
@@ -198,7 +199,7 @@ def by_link(job: Job) -> None:
 # Asynchronous handles, and names declared and used in every order.
 
 
-ELEMENTS = 5000  # Several partitions of a page.
+ELEMENTS = 5000  # The tensor has several partitions of a page.
 
 
 def every_order(job: Job) -> None:

@@ -53,7 +53,8 @@ def every_dtype(job: Job) -> None:
 
 
 def rounds_in_flight(job: Job) -> None:
-    """Several rounds of several names in flight, declared in one call, waited for in reverse."""
+    """Keep several rounds of several names in flight. The names are declared in one call, and the
+    program waits in reverse order."""
     bps.init()
     names = [f"bucket.{i}" for i in range(6)]
     bps.declare(
@@ -169,7 +170,7 @@ def peer_dies_under_nccl(job: Job) -> None:
     if job.rank == 1:
         job.wait_go("die")
         os.kill(os.getpid(), signal.SIGKILL)
-    torch.distributed.all_reduce(tensor, async_op=True)  # Rank 1 never joins it.
+    torch.distributed.all_reduce(tensor, async_op=True)  # Rank 1 never joins this collective.
     handle = bps.push_pull_async_inplace(tensor, average=False, name="together")
     job.mark("stuck")
     started = time.monotonic()
@@ -179,12 +180,12 @@ def peer_dies_under_nccl(job: Job) -> None:
         job.note("failed", f"{time.monotonic() - started:.1f} {error}")
     bps.shutdown()
     job.mark("shut_down")
-    # The process ends without torch's exit handlers, which would wait for the kernel.
+    # The process must end without torch's exit handlers, because they would wait for the kernel.
     os._exit(0)
 
 
 def interrupted(job: Job) -> None:
-    """Interrupt a synchronize by Ctrl-C: the sum goes on."""
+    """Interrupt a synchronize by Ctrl-C, and check that the sum goes on."""
     bps.init()
     tensor = given(job, "late", 0, "float32")
     if job.rank == 1:

@@ -24,7 +24,7 @@ from tests.multiproc.programs.job import Job
 
 
 def loop(job: Job) -> None:
-    """Sum for ever; ends by the test's error."""
+    """Sum until the test ends it by an error."""
     bps.init()
     for round_ in range(1_000_000):
         bps.push_pull(torch.ones(20_000), average=False, name=f"loop.{round_ % 3}")
@@ -51,7 +51,7 @@ def saves(job: Job) -> None:
 
 
 def meets(job: Job) -> None:
-    """Ranks meet through gloo, round after round, until that fails."""
+    """Let ranks meet through gloo, round after round, until that fails."""
     store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
     bps.init()
@@ -62,7 +62,7 @@ def meets(job: Job) -> None:
 
 
 def init_only(job: Job) -> None:
-    """Join and leave; init may fail."""
+    """Join and leave. Joining may fail."""
     bps.init()
     bps.shutdown()
 
@@ -72,8 +72,8 @@ UNSENT = ("push_queue", "transport")
 
 
 def unread(job: Job) -> None:
-    """Stop rank 0 after it has pushed a tensor that rank 1 pushes later, so that rank 0 does not
-    read the sum. Only rank 0 takes part in the other sums."""
+    """Stop rank 0 after it has pushed a tensor that rank 1 pushes later. So rank 0 does not read
+    the sum. In the other sums only rank 0 takes part."""
     bps.init()
     large = torch.ones(16 << 20)
     if job.rank == 0:
@@ -81,7 +81,7 @@ def unread(job: Job) -> None:
         for index in range(40):  # Each handle has its own deadline.
             handles.append(bps.push_pull_async(torch.ones(10), name=f"alone.{index}"))
             time.sleep(0.1)
-        # Pushed last, so that rank 1 has most of its time limit left.
+        # This tensor is pushed last, so that rank 1 has most of its time limit left.
         handles.append(bps.push_pull_async(large, average=False, name="large"))
         while any(bps.get_metrics()[f"byteps_worker_{name}_partitions"] for name in UNSENT):
             time.sleep(0.01)
@@ -191,8 +191,8 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def ends(job: Job) -> None:
-    """Rank 1 ends in the way ``way`` of args; rank 0 sums alone until the test's ``end``, or a
-    failure.
+    """Let rank 1 end in the way that the argument ``way`` names. Rank 0 sums alone until the test's
+    ``end``, or until a failure.
 
     args: ``first``: rank 0 ends before rank 1; ``hangs``: rank 0 does nothing until ``end``;
     ``group``: with a process group, for embedded mode; ``swapped``: the ranks' roles are exchanged.
@@ -216,7 +216,7 @@ def ends(job: Job) -> None:
 
 
 def waits_for_a_peer(job: Job) -> None:
-    """Make rank 1 wait for rank 0 in torch.distributed; rank 0 closes its connections, then
+    """Make rank 1 wait for rank 0 in torch.distributed. Rank 0 closes its connections, and then
     ends."""
     before = set(_sockets())
     store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
@@ -277,7 +277,8 @@ def _sum(size: int, round_: int, index: int, count: int) -> torch.Tensor:
 
 
 def checked(job: Job) -> None:
-    """Make rounds until the test's "end" (or args["rounds"]); every sum must be exact.
+    """Make rounds until the test's "end", or as many as args["rounds"] says. Every sum must be
+    exact.
 
     Tensors have at most args["most"] elements; the time limit is args["limit_s"].
     """
@@ -353,7 +354,7 @@ def _sockets() -> list[str]:
 
 
 def children(job: Job) -> None:
-    """Fork a child, and a child of the child: neither can use or end the job."""
+    """Fork a child, and a child of the child. Neither can use or end the job."""
     bps.init()
     given = torch.ones(8)
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
@@ -409,7 +410,7 @@ def children(job: Job) -> None:
 
 
 def _demand_may_join() -> None:
-    """Check that in a child that is in no job, init works as in any process."""
+    """Check that init works as in any process in a child that is in no job."""
     os.environ["BYTEPS_START_TIMEOUT_S"] = "1"
     os.environ["DMLC_PS_ROOT_PORT"] = "1"
     try:

@@ -27,7 +27,7 @@ COUNTS = (1, 127, 129, 40_000, 600_003)
 
 
 def sums(job: Job) -> None:
-    """Every type of block, element type and length; three rounds, to test feedback."""
+    """Sum every type of block, element type and length. Three rounds are made to test feedback."""
     bps.init()
     for label, form in FORMS.items():
         for dtype, counts in (("float32", COUNTS), ("bfloat16", (1001,)), ("float16", (1001,))):
@@ -45,7 +45,7 @@ def sums(job: Job) -> None:
 
 
 def by_chance(job: Job) -> None:
-    """Stochastic rounding, determined by name, round, rank and element."""
+    """Check stochastic rounding, which depends on name, round, rank and element."""
     bps.init()
     for label, form in FORMS.items():
         for dtype, count in (("float32", 129), ("float32", 70_001), ("bfloat16", 1001)):
@@ -61,7 +61,8 @@ def by_chance(job: Job) -> None:
 
 
 def parts(job: Job) -> None:
-    """Pull parts that begin and end inside blocks, by rank: the rest of the tensor is unchanged."""
+    """Pull parts that begin and end inside blocks, another part on each rank. The rest of the
+    tensor is unchanged."""
     bps.init()
     count = 80_001
     for label, form in FORMS.items():
@@ -83,7 +84,8 @@ def parts(job: Job) -> None:
 
 
 def not_finite(job: Job) -> None:
-    """A block with a NaN or infinity becomes NaN, and no other block; the next round is normal."""
+    """A NaN or infinity makes its own block NaN, and no other block. The next round is normal
+    again."""
     bps.init()
     for label, form in FORMS.items():
         for bad in (float("nan"), float("inf"), float("-inf")):
@@ -104,12 +106,12 @@ def not_finite(job: Job) -> None:
 
 
 def forgotten(job: Job) -> None:
-    """Losses are dropped here and on the servers, for every tensor when it is next sent."""
+    """Losses are dropped on workers and servers, for each tensor when it is next sent."""
     bps.init()
     form, names = wire.int4(), ("a", "b")
     want = {name: Sums(form.name, job.size, feedback=True) for name in names}
     for round_ in range(6):
-        if round_ in (2, 3):  # Twice, and "b" is not sent in between.
+        if round_ in (2, 3):  # Losses are dropped twice, and "b" is not sent in between.
             feedback.drop()
             for sums in want.values():
                 sums.forget()

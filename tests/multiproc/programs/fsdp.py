@@ -26,7 +26,7 @@ from tests.multiproc.programs.job import Job
 
 STEPS = 3
 WIDTHS = (130, 259, 67, 130)
-"""Rows that no number of ranks divides: shards are filled up."""
+"""Number of rows, which no number of ranks divides. So shards are filled up."""
 
 
 class Model(nn.Module):
@@ -178,7 +178,8 @@ def _feed_back(job: Job) -> None:
 
 
 def gathered(job: Job) -> None:
-    """Parameters gathered in 8 bits: layers compute with rounded ones, checkpoints hold none."""
+    """Gather parameters in 8 bits. Layers compute with rounded parameters, but checkpoints have
+    exact ones."""
     initialize(job)
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -230,7 +231,7 @@ def _gather_ahead(job: Job, model: Model, given: torch.Tensor) -> None:
 
 
 def loop(job: Job) -> None:
-    """Steps without end: the test takes a peer away."""
+    """Make steps without end. The test takes a peer away."""
     initialize(job)
     model = _shard(job, _served("int8"))
     while True:

@@ -14,8 +14,8 @@ from typing import Any
 
 
 class Job:
-    """A worker of a test's job. Its checks go on after one fails, so that a run reports all
-    failures."""
+    """A worker of a test's job. After a failed check its other checks still run, so that a run
+    reports all failures."""
 
     def __init__(self, folder: Path, args: dict[str, Any]) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class Job:
         try:
             program(self)
         except BaseException:
-            # Written next to the log, so that a test can read only the last error.
+            # The error is written next to the log, so that a test can read the last error alone.
             self.note("error", traceback.format_exc())
             raise
         finally:
@@ -69,7 +69,7 @@ class Job:
                 raise AssertionError(f"did not raise {kind}")
 
     def mark(self, name: str) -> None:
-        """Report to the test that this point was reached."""
+        """Report to the test that the worker has come to this point."""
         self.note(f"mark.{name}", "")
 
     def note(self, name: str, text: str) -> None:

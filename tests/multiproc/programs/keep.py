@@ -68,7 +68,7 @@ def again_in_one_process(job: Job) -> None:
     with job.check_raises("a handle of the last life", ValueError, "handle"):
         bps.synchronize(handle)
     for round_ in range(20):
-        # Name and rounds are those of earlier generations; workers and values are not.
+        # The name and the rounds are those of earlier generations. The workers and values are new.
         with job.check(f"sum {round_}"):
             _sum(rank, size, "weight", 1000 + round_)
     with job.check("another size under the same name"):
@@ -96,7 +96,7 @@ def _exit(job: Job) -> None:
 
 
 def joins(job: Job) -> None:
-    """Check sums of values that depend on ``salt``, then wait for the test's signal to end."""
+    """Check sums of values that depend on ``salt``. Then wait for the test's signal to end."""
     bps.init()
     salt = job.args.get("salt", 0)
     for round_ in range(job.args.get("rounds", 20)):
@@ -120,7 +120,7 @@ def raises(job: Job) -> None:
 
 
 def lacks_one(job: Job) -> None:
-    """Rank 0 waits for a sum that rank 1 never pushes; then both shut down normally."""
+    """Rank 0 waits for a sum that rank 1 never pushes. Then both shut down normally."""
     bps.init()
     if job.rank == 0:
         with job.check_raises("the sum", bps.BytePSError, "timed out"):
@@ -155,7 +155,7 @@ def train(folder: Path, arguments: dict[str, Any]) -> None:
         if attempt == 0 and rank == 1 and step == arguments["dies_at"]:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
-        # Batches do not depend on the number of ranks: each rank takes its part.
+        # Batches do not depend on the number of ranks, because each rank takes its part of a batch.
         batch = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))[rank::size]
         error = batch @ (weight - truth).T
         gradient = error.T @ batch / 64
@@ -206,7 +206,7 @@ def _count_life(rank: int) -> int:
 
 
 def live(rank: int, size: int) -> None:
-    """Sum, also inside the host. In each generation but the last, one rank then ends at once."""
+    """Sum, also inside the host. In each generation but the last, one rank then ends abruptly."""
     life, lives = _count_life(rank), int(os.environ["LIVES"])
     group = nodes.groups.get(tuple(range(size)), torch.device("cpu"))
     total = torch.empty(3)
@@ -235,7 +235,7 @@ def _embedded() -> None:
     elif size > 1:
         dist.init_process_group("gloo")
     if mode == "absent" and rank == 1:
-        dist.barrier()  # Rank 0 never joins: its init fails.
+        dist.barrier()  # Rank 0 never joins, because its init fails.
     bps.init()
     demand_sum(rank, size, salt)
     if elements := int(os.environ.get("ELEMENTS", "0")):
@@ -260,8 +260,9 @@ def _embedded() -> None:
         except bps.BytePSError:
             if rank == 0:
                 raise
-            # torchrun ends all ranks once one has ended. Rank 0 has started the nodes and has a
-            # more precise error, so let it, and torchrun, end this rank.
+            # torchrun ends all ranks once one has ended. Rank 0 has started the nodes, and has a
+            # more precise error than this rank. So this rank waits until rank 0, and then torchrun,
+            # ends it.
             traceback.print_exc()
             time.sleep(60)
             raise

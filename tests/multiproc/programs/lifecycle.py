@@ -58,7 +58,7 @@ def sums(job: Job) -> None:
 
 
 def fork_and_exit(job: Job) -> None:
-    """A forked child ends like a Python program, without effect on the job."""
+    """Check that a forked child ends like any Python program, and without effect on the job."""
     bps.init()
     with job.check("sum before"):
         _sum(job, "kept", 0)
@@ -77,7 +77,7 @@ def fork_and_exit(job: Job) -> None:
 
 
 def many_lives(job: Job) -> None:
-    """shutdown ends a cluster; functions that work without a cluster still answer."""
+    """Check that shutdown ends a cluster, and that functions that need no cluster still answer."""
     for ask in (bps.rank, bps.size, bps.local_rank, bps.local_size):
         with job.check_raises(f"{ask.__name__} before init", bps.BytePSError, "init"):
             ask()
@@ -124,7 +124,7 @@ def speed(job: Job) -> None:
     deadline = time.monotonic() + 40
     moved = 0
     stamp, rate = bps.get_pushpull_speed()
-    # Ranks sum until all have a figure, and stop together. The first figure may need some traffic.
+    # Ranks sum until all have a speed, and stop together. The first speed may need some traffic.
     while True:
         bps.push_pull_inplace(tensor, average=True, name="traffic")
         moved += tensor.nbytes
@@ -138,9 +138,10 @@ def speed(job: Job) -> None:
     with job.check("speed"):
         assert rate > 0, f"no speed after {moved / 1e6:.0f} MB in {seconds:.1f} s"
         assert begin_ms - 1000 <= stamp <= time.time() * 1000 + 1000, f"{stamp} ms is not now"
-        # At most the total traffic, both directions, in the shortest measured window.
+        # The speed is at most the total traffic of both directions, in the shortest measured
+        # window.
         assert rate < 2 * 100_000, f"{rate} MB/s"
-    os.environ["BYTEPS_PARTITION_BYTES"] = "12345"  # Too late: not in force.
+    os.environ["BYTEPS_PARTITION_BYTES"] = "12345"  # The setting comes too late to take effect.
     bps.print_config()
     bps.shutdown()
 
@@ -171,7 +172,7 @@ def bad_values(job: Job) -> None:
 
 
 def disagreeing_ranks(job: Job) -> None:
-    """torchrun's variables and BytePS's own must agree."""
+    """Check that torchrun's variables and BytePS's own must agree."""
     for name, value in (("DMLC_WORKER_ID", "1"), ("DMLC_NUM_WORKER", "3")):
         before = os.environ.pop(name, None)
         os.environ[name] = value
@@ -190,7 +191,7 @@ def disagreeing_ranks(job: Job) -> None:
 
 
 def second_try(job: Job) -> None:
-    """init works after a setting was corrected."""
+    """Check that init works after a setting was corrected."""
     os.environ["BYTEPS_PUSH_THREAD"] = "many"
     with job.check_raises("bad value", bps.BytePSError, "BYTEPS_PUSH_THREAD"):
         bps.init()
@@ -297,7 +298,7 @@ def straggling(job: Job) -> None:
         if job.rank == job.size - 1:
             time.sleep(0.02)
         bps.push_pull_inplace(tensor.fill_(1.0), average=False, name="large")
-        # All leave after the same sum.
+        # All ranks leave after the same sum.
         ended = torch.tensor([1.0 if ends.exists() else 0.0])
         if bps.push_pull(ended, average=False, name="asked").item() == job.size:
             break

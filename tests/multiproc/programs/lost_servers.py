@@ -79,7 +79,7 @@ def one_off(job: Job) -> None:
         assert torch.equal(large, torch.full_like(large, wanted)), f"once.{i}"
     for step in range(job.args["steps"]):
         small = values_of(job.rank, step, LENGTHS["small"])
-        for name in ("a", "b", "c"):  # On one server or the other.
+        for name in ("a", "b", "c"):  # Each tensor is on one of the two servers.
             bps.push_pull_inplace(small, average=False, name=name)
         job.note("done", str(step + 1))
 
@@ -165,13 +165,13 @@ def _enter(job: Job) -> None:
 STEPS = 5
 CLIPPED = 3
 """The clipped, and therefore repeated, step."""
-# Phases, and the step in which a process is killed there.
+# Phases, and the step in which a process is killed in that phase.
 PHASES = {
-    "before": 2,  # Before any push.
-    "pushed": 2,  # Pushed only by rank 0.
-    "answered": 2,  # Answered on all ranks, before any rank gives the verdict.
-    "again": CLIPPED,  # The same in a step that will be repeated.
-    "after": 2,  # Before the next step.
+    "before": 2,  # Before any rank has pushed.
+    "pushed": 2,  # Only rank 0 has pushed.
+    "answered": 2,  # All ranks have the answer, and no rank has given the verdict.
+    "again": CLIPPED,  # The same phase in a step that will be repeated.
+    "after": 2,  # Before the next step begins.
 }
 # Steps that fail on the surviving ranks. If a rank is lost just after the answer of a clipped step,
 # servers may have made that step for the others.
@@ -205,7 +205,7 @@ def dies(job: Job) -> None:
             else:
                 make_step(tries, step)
         except bps.BytePSError as error:
-            # All of its parameters must be those of the step before.
+            # All of the rank's parameters must be those of the step before.
             with job.check(f"life {life}: step {step} failed"):
                 assert phase is not None and step in fails[phase]
                 assert fingerprint(tries.parameters) == expected[step - 1]

@@ -30,7 +30,7 @@ def metrics(job: Job) -> None:
         if step == STEPS - 2 and job.rank == 0:
             job.mark("waits")
     if device.type == "cuda":
-        torch.cuda.synchronize()  # the time of a wait is known once the stream is past it
+        torch.cuda.synchronize()  # The time of a wait is known once the stream is past it.
     seen = bps.get_step_metrics(steps=STEPS)
     sent = 2.0 * 4 * COUNT
     with job.check("bytes of a step"):
@@ -79,7 +79,8 @@ class _Ranges:
 
 
 def profiled(job: Job) -> None:
-    """Sums and a step of the optimizer on the servers, by their names in profilers."""
+    """Make sums and a step of the optimizer on the servers, and look for their names in
+    profilers."""
     bps.init()
     model = torch.nn.Linear(8, 8, bias=False)
     optimizer = bps.ServerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

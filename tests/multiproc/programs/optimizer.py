@@ -106,7 +106,7 @@ def compressed(job: Job) -> None:
         named_parameters=trained.named_parameters(),
         compression=bps.Compression.fp16,
     )
-    # 1/1024 more than fp16 can represent in this range: lost in transit.
+    # This exceeds what fp16 can represent in this range by 1/1024, which is lost in transit.
     trained((batch(job, job.rank, 1) + 16) * (1 + 2.0**-12)).sum().backward()
     optimizer.synchronize()
     with job.check("the mean of what fp16 holds"):
@@ -144,7 +144,7 @@ def state(job: Job) -> None:
 
 
 def alone(job: Job) -> None:
-    """A single rank: its gradients are the averages, and nothing is sent."""
+    """Check that a single rank's gradients are the averages, and that nothing is sent."""
     bps.init()
     trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE))
@@ -158,7 +158,7 @@ def alone(job: Job) -> None:
 
 
 def broadcasts(job: Job) -> None:
-    """Tensors of every kind, parameters from any iterable, objects; and small functions."""
+    """Check tensors of every kind, parameters from any iterable, objects, and small functions."""
     bps.init()
     root, device = job.size - 1, device_of(job)
     odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-40], device=device)

@@ -21,7 +21,7 @@ from tests.multiproc.programs.job import Job
 from tests.multiproc.programs.keep import demand_sum
 
 WAIT_S = 100.0
-"""Limit only against hangs."""
+"""Limit in seconds, only against hangs."""
 
 
 def host(job: Job) -> None:

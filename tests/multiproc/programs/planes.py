@@ -81,8 +81,8 @@ def many(job: Job) -> None:
 
 
 def apart(job: Job) -> None:
-    """Data uses only data endpoints, control messages only control endpoints, and counters are
-    right.
+    """Check that values use only data endpoints, that control messages use only control endpoints,
+    and that counters are right.
 
     args: data_plane (whether there is one), endpoints (per pair), servers.
     """
@@ -139,7 +139,7 @@ def apart(job: Job) -> None:
 
 
 def beats(job: Job) -> None:
-    """An idle period: heartbeats use control endpoints, and data endpoints stay silent."""
+    """Check an idle period: heartbeats use control endpoints, and data endpoints stay silent."""
     bps.init()
     bps.push_pull(torch.ones(1000), average=False, name="once")
     before = endpoints()
@@ -206,8 +206,8 @@ def registered(pid: int) -> dict[str, int]:
 
 
 def rounds(job: Job) -> None:
-    """Many rounds, each with new memory: no registration is left, and no round sees another's
-    values."""
+    """Make many rounds, each with new memory. No registration is left, and no round sees the values
+    of another one."""
     bps.init()
     ranks = list(range(job.size))
     rounds = job.args["rounds"]
@@ -248,7 +248,8 @@ def rounds(job: Job) -> None:
 
 
 def once(job: Job) -> None:
-    """Memory sent in every round is registered once; other memory at the same address, anew."""
+    """Check that memory which is sent in every round is registered once, and that other memory at
+    the same address is registered anew."""
 
     def made() -> int:
         return bps.get_metrics()["byteps_worker_memory_registrations_total"]
@@ -319,7 +320,7 @@ def _drop_right_to_lock() -> None:
     """Drop CAP_IPC_LOCK, which lifts the limit, from this process."""
     import ctypes
 
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # Version 3, this thread.
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # Version 3 of the call, for this thread.
     data = (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     cap_ipc_lock = 1 << 14

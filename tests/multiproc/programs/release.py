@@ -80,7 +80,7 @@ def lives(job: Job) -> None:
 
 
 def goes_on_alone(job: Job) -> None:
-    """Rank 0 releases a name, and rank 1 begins another sum of this name."""
+    """Let rank 0 release a name, and rank 1 begin another sum of this name."""
     bps.init()
     bps.push_pull_inplace(torch.ones(100), name="x")
     if job.rank == 0:

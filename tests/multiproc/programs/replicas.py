@@ -55,7 +55,7 @@ class Replica:
             self.sleep(self.job.args["sleeps"][2])
 
     def sleep(self, seconds: float) -> None:
-        """Push nothing for this long; ends early, by an error, once the replica is removed."""
+        """Push nothing for this long. Ends early, by an error, once the replica is removed."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             c_lib.check()
@@ -149,7 +149,7 @@ class Replica:
         return step
 
     def take_facts(self, giver: int, name: str) -> int:
-        """Take over a donor's facts; return the step after which this replica joins."""
+        """Take over the donor's facts. Return the step after which this replica joins."""
         facts = members.take_facts(giver=giver, rank=bps.rank(), name=name)
         self.lives = dict(enumerate(facts["lives"]))
         self.lives[self.number] += 1

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.01, "momentum": 0.9, "nesterov": True},
 }
 TORCHS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-# A few fp32 steps, rounded like torch's or with one fused operation more or less.
+# A few fp32 steps, which may be rounded like torch's or with one fused operation more or less.
 CLOSE: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-7}
 
 
@@ -90,19 +90,19 @@ class Pair:
 
     def __init__(self, job: Job, kind: str, dtype: torch.dtype, name: str, **options: Any) -> None:
         self.job, self.dtype = job, dtype
-        # Different on each rank; rank 0's are used.
+        # The values differ by rank, and rank 0's are used.
         self.parameters = parameters(job.rank, dtype, device_of(job))
         self.served = ServerOptimizer(
             TORCHS[kind](groups_of(self.parameters), **OPTIONS[kind]),
             name=name,
-            bucket_bytes=8192,  # Several buckets.
+            bucket_bytes=8192,  # The parameters fill several buckets.
             **options,
         )
         self.exact = [torch.nn.Parameter(p.detach().float()) for p in parameters(0, dtype)]
         self.torchs = TORCHS[kind](groups_of(self.exact), foreach=False, **OPTIONS[kind])
 
     def step(self, step: int, spoil: bool = False) -> None:
-        """Make a step of both; `spoil`: a gradient of one rank is not finite."""
+        """Make a step of both optimizers. `spoil`: whether a gradient of one rank is not finite."""
         self.served.zero_grad()
         for optimizer in (self.served, self.torchs):
             set_rates(optimizer, step)
