@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Checks the first word of every comment and docstring of the checkout: a noun or a verb.
+"""Checks the first word of every comment and docstring of the checkout, and Python's names.
 
-Prints FILE:LINE of each that begins with a word of WORDS, and exits with status 1 if there are any.
+A comment begins with a noun or a verb, and a variable says what it holds. The check prints
+FILE:LINE of each comment that begins with a word of WORDS, and of each variable, parameter and
+function that is called by a word of NAMES, and exits with status 1 if there are any.
 Consecutive comment lines are one comment, and a comment after code is a comment of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import re
 import sys
@@ -19,6 +22,7 @@ from subprocess import check_output
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "Of|What|Who|That|As|Those|How|Whose|Which|Where|Likewise|Whoever|Whatever"
+NAMES = {"asked", "found", "kept", "mine", "one", "place", "some", "told"}
 DIRECTIVE = r"!|\s*(?:type:|noqa|ruff|mypy|shellcheck|clang-format)"
 OPENING = re.compile(rf"(?:(?:{DIRECTIVE})[^#]*#)?[-=\s]*(?:{WORDS})(?![-\w])", re.I)
 SLASHES = re.compile(r"(?:^|(?<=\s))(?://+<?|/\*+)(.*)")
@@ -65,6 +69,22 @@ def wrong(path: str, source: str) -> Iterator[str]:
         last = (0, -1) if re.match(DIRECTIVE, text) else (line, column)
 
 
+def vague(path: str, source: str) -> Iterator[str]:
+    """Yield a message for each variable, parameter and function that is called by a word of NAMES.
+    Fields of classes may be: flags and JSON files have such names."""
+    fields: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            fields |= {part.target for part in node.body if isinstance(part, ast.AnnAssign)}
+        elif isinstance(node, ast.Name) and node.id in NAMES:
+            if isinstance(node.ctx, ast.Store) and node not in fields:
+                yield f"{path}:{node.lineno}: {node.id} does not say what it holds"
+        elif isinstance(node, ast.arg) and node.arg in NAMES:
+            yield f"{path}:{node.lineno}: {node.arg} does not say what it holds"
+        elif isinstance(node, ast.FunctionDef) and node.name in NAMES:
+            yield f"{path}:{node.lineno}: {node.name} does not say what it does"
+
+
 def main() -> str:
     """Check all files that git tracks or would add. Return the messages."""
     argparse.ArgumentParser(description=__doc__).parse_args()
@@ -72,7 +92,10 @@ def main() -> str:
     checked = (".py", ".pyi", *WITH_SLASHES, *WITH_HASHES)
     names = [name for name in sorted(set(listed.splitlines())) if name.endswith(checked)]
     texts = {name: (ROOT / name).read_text() for name in names if (ROOT / name).is_file()}
-    return "\n".join(message for name, text in texts.items() for message in wrong(name, text))
+    messages = [message for name, text in texts.items() for message in wrong(name, text)]
+    for name in filter(lambda name: name.endswith(".py"), texts):
+        messages += vague(name, texts[name])
+    return "\n".join(messages)
 
 
 if __name__ == "__main__":

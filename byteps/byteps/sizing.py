@@ -54,10 +54,10 @@ class Choice:
     """A possible number of spare machines, with its forecast."""
 
     machines: Machines
-    found: Forecast
+    forecast: Forecast
 
     def needs(self, row: Row) -> Needs:
-        return needs_of(self.found.training, row, self.found.network, self.machines)
+        return needs_of(self.forecast.training, row, self.forecast.network, self.machines)
 
     @property
     def spare(self) -> int:
@@ -66,7 +66,7 @@ class Choice:
     @property
     def deployed(self) -> Row | None:
         """Recommended row that uses servers; None: plain Megatron is as fast."""
-        rows = (self.found.best, *self.found.few_bits)
+        rows = (self.forecast.best, *self.forecast.few_bits)
         return next((row for row in rows if row.through_servers), None)
 
 
@@ -115,17 +115,17 @@ def choices(training: Training, machines: Machines, count: int | None) -> list[C
         hosts = machines.hosts
         slower = max(1.0, machines.nics * machines.link_gbps / machines.server_gbps)
         wanted |= {1, hosts // 4, hosts // 2, hosts, math.ceil(hosts * slower)}
-    found = []
+    sizes = []
     for spare in sorted(wanted):
-        some = replace(machines, spare=spare)
-        found.append(Choice(machines=some, found=forecast(training, some)))
-    return found
+        with_spare = replace(machines, spare=spare)
+        sizes.append(Choice(machines=with_spare, forecast=forecast(training, with_spare)))
+    return sizes
 
 
-def advised(found: Sequence[Choice]) -> Choice:
+def advised(sizes: Sequence[Choice]) -> Choice:
     """Return the choice with the fewest machines of those that are about as fast as the fastest."""
-    best = min(one.found.best.seconds for one in found)
-    return next(one for one in found if one.found.best.seconds <= best * ENOUGH)
+    best = min(choice.forecast.best.seconds for choice in sizes)
+    return next(choice for choice in sizes if choice.forecast.best.seconds <= best * ENOUGH)
 
 
 HEAD = (
@@ -136,43 +136,43 @@ HEAD = (
 )
 
 
-def render(found: Sequence[Choice], parameters: float) -> str:
+def render(sizes: Sequence[Choice], parameters: float) -> str:
     """Format the choices and the recommendation as text."""
-    machines, chosen = found[0].machines, advised(found)
+    machines, chosen = sizes[0].machines, advised(sizes)
     nics = "" if machines.nics == 1 else f"{machines.nics} NICs of "
-    plain, name = chosen.found.plain, chosen.found.training.program.name
+    plain, name = chosen.forecast.plain, chosen.forecast.training.program.name
     lines = [
         f"{parameters / 1e6:,.0f} million parameters, {machines.hosts} "
         f"{'hosts' if machines.hosts > 1 else 'host'} with {machines.gpus} "
         f"GPU{'s' if machines.gpus > 1 else ''} and {nics}{machines.link_gbps:g} Gbit/s each, "
-        + (f"spare machines with {machines.server_gbps:g} Gbit/s, " if found[-1].spare else "")
+        + (f"spare machines with {machines.server_gbps:g} Gbit/s, " if sizes[-1].spare else "")
         + machines.transport.upper()
         + (", with copies of the servers' state" if machines.backup else ""),
     ]
-    if chosen.found.training.crossing:
+    if chosen.forecast.training.crossing:
         lines += [
             f"Plain {name} at its best: {1000 * plain.seconds:,.1f} ms per step"
-            + (f", with {' '.join(chosen.found.typed(plain.flags))}" if plain.flags else ""),
+            + (f", with {' '.join(chosen.forecast.typed(plain.flags))}" if plain.flags else ""),
             *(
                 f"For comparison, FP8 over NCCL, which {name} has not: {1000 * row.seconds:,.1f} "
                 f"ms, {row.gain:.2f} x"
-                for row in chosen.found.rows
+                for row in chosen.forecast.rows
                 if row.compared
             ),
         ]
         rows = []
-        for one in found:
-            for row in one.found.by_servers():
+        for choice in sizes:
+            for row in choice.forecast.by_servers():
                 if row.gain < LEAST_SHOWN:
                     continue
                 mark = f"  {row.loss}" if row.loss else ""
-                mark += "  <- advised" if one is chosen and row == one.found.best else ""
-                rows.append(_line(one, row) + mark)
+                mark += "  <- advised" if choice is chosen and row == choice.forecast.best else ""
+                rows.append(_line(choice, row) + mark)
         lines += ["", *HEAD, *rows] if rows else []
-    notes = (break_even(chosen.found), limit_text(chosen.found, machines))
-    lines += ["", *filter(None, notes), f"Answer: {answer(chosen.found)}"]
-    if chosen.spare and not found[0].spare:
-        lines.append(f"Without spare machines (--machines 0): {answer(found[0].found)}")
+    notes = (break_even(chosen.forecast), limit_text(chosen.forecast, machines))
+    lines += ["", *filter(None, notes), f"Answer: {answer(chosen.forecast)}"]
+    if chosen.spare and not sizes[0].spare:
+        lines.append(f"Without spare machines (--machines 0): {answer(sizes[0].forecast)}")
     if lacking := _lacking_cores(chosen):
         lines.append(lacking)
     if (deployed := chosen.deployed) is not None:
@@ -180,9 +180,9 @@ def render(found: Sequence[Choice], parameters: float) -> str:
     return "\n".join(lines)
 
 
-def _line(one: Choice, row: Row) -> str:
-    needs, servers = one.needs(row), one.found.network.servers
-    training = one.found.training
+def _line(choice: Choice, row: Row) -> str:
+    needs, servers = choice.needs(row), choice.forecast.network.servers
+    training = choice.forecast.training
     values = row.wire or ("fp32" if training.gradient_bytes == 4 else "bf16")
     values = values if training.bf16 or row.wire else "fp16"
     each = str(servers.per_machine) if servers.extra else "-"
@@ -196,8 +196,8 @@ def _line(one: Choice, row: Row) -> str:
 
 def _deployment(chosen: Choice, row: Row) -> list[str]:
     """Return the commands with which a user starts the choice."""
-    machines, servers = chosen.machines, chosen.found.network.servers
-    program, words = chosen.found.training.program, chosen.found.typed(row.flags)
+    machines, servers = chosen.machines, chosen.forecast.network.servers
+    program, words = chosen.forecast.training.program, chosen.forecast.typed(row.flags)
     nodes = f"--nnodes {machines.hosts} --nproc-per-node {machines.gpus}"
     if not servers.extra:
         lines = ["On each host:", f"  {program.line(f'torchrun {nodes}', words)}"]
@@ -222,11 +222,11 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
 
 def _lacking_cores(chosen: Choice) -> str:
     """Describe what more cores would gain; empty if there are enough."""
-    (enough,) = choices(chosen.found.training, chosen.machines.with_all_cores(), chosen.spare)
+    (enough,) = choices(chosen.forecast.training, chosen.machines.with_all_cores(), chosen.spare)
     faster = enough.deployed
     if faster is None:
         return ""
-    row = next(one for one in chosen.found.rows if one.flags == faster.flags)
+    row = next(row for row in chosen.forecast.rows if row.flags == faster.flags)
     if row.limit != "cores" or row.seconds <= faster.seconds * ENOUGH:
         return ""
     needs, lacking = enough.needs(faster), []
@@ -234,7 +234,7 @@ def _lacking_cores(chosen: Choice) -> str:
         lacking.append(f"{cores_text(needs.worker_cores)} on a worker's host")
     if needs.server_cores > chosen.machines.server_cores:
         lacking.append(f"{cores_text(needs.server_cores)} on a spare machine")
-    words = " ".join(enough.found.typed(faster.flags))
+    words = " ".join(enough.forecast.typed(faster.flags))
     text = f"With {' and '.join(lacking)}, {words}: {faster.gain:.2f} x"
     if chosen.machines.transport == "tcp":
         text += "; or use RDMA (--transport rdma), where the NIC moves the bytes"
@@ -394,10 +394,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.parameters, options.hosts, options.gpus, options.optimizer,
             options.gradients, options.wire, PROGRAMS[options.program],
         )  # fmt: skip
-        found = choices(training, machines, options.machines)
+        sizes = choices(training, machines, options.machines)
     except ValueError as error:
         parser.error(str(error))
-    print(render(found, options.parameters))
+    print(render(sizes, options.parameters))
     return 0
 
 

@@ -383,15 +383,16 @@ def test_machines_come_and_go_with_jobs() -> None:
     }
     theirs = ANYSCALE["compute_config"]["worker_nodes"]
     assert machines == {
-        one["name"]: (one["instance_type"], one["min_nodes"], one["max_nodes"]) for one in theirs
+        variable["name"]: (variable["instance_type"], variable["min_nodes"], variable["max_nodes"])
+        for variable in theirs
     }
     offered = json.loads(json.loads(GROUPS["servers"]["rayStartParams"]["resources"]))
-    (resources,) = [one["resources"] for one in theirs if "resources" in one]
+    (resources,) = [variable["resources"] for variable in theirs if "resources" in variable]
     assert offered.items() <= resources.items()
     # The driver forwards variables of NCCL to ranks.
     variables = {name: container_of(pod)["env"] for name, pod in PODS.items()}
     assert variables["training"] == variables["servers"] == variables["head"]
-    names = {one["name"] for one in variables["head"]}
+    names = {variable["name"] for variable in variables["head"]}
     assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= names
     assert ANYSCALE["env_vars"]["NCCL_SOCKET_IFNAME"].startswith("^lo")
 

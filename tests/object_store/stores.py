@@ -105,8 +105,8 @@ def documented(kind: str) -> dict[str, Any]:
     """Return the profile of this type on the page about Ray."""
     (block,) = re.findall(r"^```json\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     profiles = json.loads(block)["profiles"].values()
-    (found,) = [one for one in profiles if one["storage_provider"]["type"] == kind]
-    return found
+    (profile,) = [entry for entry in profiles if entry["storage_provider"]["type"] == kind]
+    return profile
 
 
 @contextmanager

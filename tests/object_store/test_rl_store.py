@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_byteps_rl import store
-from megatron_byteps_rl.store import LATEST, Store, StoreError, kept
+from megatron_byteps_rl.store import LATEST, Store, StoreError, keep_in_store
 from tests.object_store.stores import BUCKET, STORES
 
 
@@ -40,19 +40,19 @@ def test_a_run_begins_with_the_last_checkpoint_of_the_store(
         monkeypatch.setenv("MSC_CONFIG", str(config))
         # S3 without a profile, too.
         url = {"s3": f"s3://{BUCKET}/run", "gcs": "msc://jobs/run/"}[kind]
-        with kept(first, url):
+        with keep_in_store(first, url):
             save(first, 8)
-        with kept(first, url):
+        with keep_in_store(first, url):
             save(first, 12)
         stored = {name: bucket.read(name) for name in bucket.names()}
         assert stored == {f"run/{name}": data for name, data in contents(first).items()}
-        with kept(second, url):
+        with keep_in_store(second, url):
             wanted = {n: d for n, d in contents(first).items() if "step_8/" not in n}
             assert contents(second) == wanted
             save(second, 16)
         # A later checkpoint in the folder stays.
         save(second, 20)
-        with kept(second, url):
+        with keep_in_store(second, url):
             assert (second / LATEST).read_text() == "20"
         assert bucket.read(f"run/{LATEST}") == b"20"
 
@@ -65,7 +65,7 @@ def test_the_store_names_no_checkpoint_that_it_has_only_in_part(
     monkeypatch.setattr(Store, "_sync", lambda *_: (_ for _ in ()).throw(OSError("cut off")))
     with (
         pytest.raises(StoreError, match=f"the last checkpoint is not in {target}: cut off"),
-        kept(tmp_path / "run", str(target)),
+        keep_in_store(tmp_path / "run", str(target)),
     ):
         pass
     assert not (target / LATEST).exists()
@@ -79,6 +79,6 @@ def test_a_store_that_does_not_answer_is_an_error(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     with (
         pytest.raises(StoreError, match="cannot read checkpoints of s3://nowhere/run"),
-        kept(tmp_path, "s3://nowhere/run"),
+        keep_in_store(tmp_path, "s3://nowhere/run"),
     ):
         pass

@@ -436,14 +436,14 @@ def test_the_autoscaler_brings_a_job_s_machines(
     settings = parse([f"--spares={spares}", *entrypoint.split()[3:]]).settings
     server, rank = resources(settings)
     bundles = [server] * (settings.servers + 1) + [rank] * (settings.ranks + settings.spares)
-    group = GangResourceRequest(requests=[ResourceRequestUtil.make(one) for one in bundles])
-    asked = SchedulingRequest(
+    group = GangResourceRequest(requests=[ResourceRequestUtil.make(bundle) for bundle in bundles])
+    request = SchedulingRequest(
         disable_launch_config_check=True,
         node_type_configs=config.get_node_type_configs(),
         max_num_nodes=config.get_max_num_nodes(),
         gang_resource_requests=[group],
     )
-    brought = ResourceDemandScheduler(MagicMock()).schedule(asked)
+    brought = ResourceDemandScheduler(MagicMock()).schedule(request)
     assert not brought.infeasible_gang_resource_requests
-    launches = {one.instance_type: one.count for one in brought.to_launch}
+    launches = {launch.instance_type: launch.count for launch in brought.to_launch}
     assert launches == {"training": machines, "servers": 2}

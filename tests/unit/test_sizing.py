@@ -28,22 +28,22 @@ def training(**change: Any) -> Training:
 
 def choice(spare: int, machines: Machines = MACHINES, **change: Any) -> Choice:
     change = {"hosts": machines.hosts, "gpus": machines.gpus, **change}
-    (found,) = choices(training(**change), machines, spare)
-    return found
+    (chosen,) = choices(training(**change), machines, spare)
+    return chosen
 
 
-def best(found: Choice) -> tuple[Row, Needs]:
+def best(chosen: Choice) -> tuple[Row, Needs]:
     """Get the recommended row and its needs."""
-    row = found.found.best
-    return row, found.needs(row)
+    row = chosen.forecast.best
+    return row, chosen.needs(row)
 
 
 def test_times_are_the_cost_models() -> None:
     """2e9 bytes of gradients at 1e9 bytes per second."""
-    found = advised(choices(training(), MACHINES, None))
-    assert found.found.plain.seconds == pytest.approx(2 * 3 / 4 * 2)
-    row, needs = best(found)
-    assert found.spare == 4
+    chosen = advised(choices(training(), MACHINES, None))
+    assert chosen.forecast.plain.seconds == pytest.approx(2 * 3 / 4 * 2)
+    row, needs = best(chosen)
+    assert chosen.spare == 4
     assert row.seconds == pytest.approx(2.0) and row.gain == pytest.approx(cost_model.gain(4, 4))
     # Each byte comes in, goes out and is added, at 1e9 per second; one more core does other work.
     assert needs.server_cores == 4
@@ -55,10 +55,10 @@ def test_times_are_the_cost_models() -> None:
 @pytest.mark.parametrize("hosts", [2, 4, 8])
 @pytest.mark.parametrize(("accepts", "nbytes"), [("int8", 130 / 128), ("int4", 66 / 128)])
 def test_servers_on_the_hosts_have_an_answer(hosts: int, accepts: str, nbytes: float) -> None:
-    found = choice(0, replace(MACHINES, hosts=hosts), accepts=accepts)
-    row, needs = best(found)
+    chosen = choice(0, replace(MACHINES, hosts=hosts), accepts=accepts)
+    row, needs = best(chosen)
     assert row.gain == pytest.approx(2 / nbytes)
-    said = sizing.render([found], 1e9)
+    said = sizing.render([chosen], 1e9)
     four_bits = "--use-dpu-reduce --dpu-reduce-wire-dtype int4"
     line = four_bits if accepts == "int4" else "--dpu-preset own-hosts"
     assert f"Answer: in {accepts} or more: add {line} (" in said
@@ -81,23 +81,25 @@ def test_few_bits(wire: str, bits: int, held: float) -> None:
     assert values == pytest.approx((pushed + (held - bits / 8) // 1 * 1e9) / 4, rel=0.01)
 
 
-@pytest.mark.parametrize(("wire", "kept"), [(None, 14), ("int8", 18), ("int4", 16)])
-def test_servers_that_keep_the_optimizer_remember_parameters(wire: str | None, kept: int) -> None:
+@pytest.mark.parametrize(("wire", "times_state"), [(None, 14), ("int8", 18), ("int4", 16)])
+def test_servers_that_keep_the_optimizer_remember_parameters(
+    wire: str | None, times_state: int
+) -> None:
     machines = replace(MACHINES, gpus=1)
-    found = choice(4, machines, optimizer="servers", accepts=wire)
-    rows = [one for one in found.found.rows if one.wire == wire and one.through_servers]
-    (served,) = (one for one in rows if one.updated)
-    (plain,) = (one for one in choice(4, machines, optimizer="replicated").found.rows
-                if one.wire == wire and one.through_servers and not one.updated)  # fmt: skip
-    more = found.needs(served).server_bytes - found.needs(plain).server_bytes
-    assert more == pytest.approx(1e9 / 4 * kept, rel=0.01)
+    chosen = choice(4, machines, optimizer="servers", accepts=wire)
+    rows = [row for row in chosen.forecast.rows if row.wire == wire and row.through_servers]
+    (served,) = (row for row in rows if row.updated)
+    (plain,) = (row for row in choice(4, machines, optimizer="replicated").forecast.rows
+                if row.wire == wire and row.through_servers and not row.updated)  # fmt: skip
+    more = chosen.needs(served).server_bytes - chosen.needs(plain).server_bytes
+    assert more == pytest.approx(1e9 / 4 * times_state, rel=0.01)
 
 
 def test_copies_of_the_state_take_memory_and_bandwidth_of_servers() -> None:
     machines = replace(MACHINES, gpus=1)
     both = [choice(8, replace(machines, backup=on), optimizer="servers") for on in (False, True)]
-    plain, copied = (one.needs(one.found.best) for one in both)
-    times = [one.found.best.seconds for one in both]
+    plain, copied = (each.needs(each.forecast.best) for each in both)
+    times = [each.forecast.best.seconds for each in both]
     # Each of the eight machines keeps 2e9 / 8 bytes of the model. It receives as much from each of
     # 4 hosts. With copies it also receives as much from another machine: 5 parts instead of 4.
     assert copied.nic_gbps * times[1] == pytest.approx(plain.nic_gbps * times[0] * 5 / 4)
@@ -115,22 +117,22 @@ def test_slow_server_nics_need_more_machines() -> None:
 @pytest.mark.parametrize("transport", ["tcp", "rdma"])
 def test_all_nics_of_a_host_are_used(transport: str) -> None:
     machines = replace(MACHINES, nics=2, transport=transport)
-    assert choice(4, machines).found.plain.seconds == pytest.approx(1.5)
+    assert choice(4, machines).forecast.plain.seconds == pytest.approx(1.5)
     # Servers on machines with the network rate of the workers' hosts.
-    one = choice(4, replace(MACHINES, transport=transport))
+    single = choice(4, replace(MACHINES, transport=transport))
     both = choice(4, replace(machines, server_link_gbps=16.0))
-    assert both.found.best.seconds == pytest.approx(one.found.best.seconds / 2)
-    assert both.found.best.gain == pytest.approx(one.found.best.gain)
+    assert both.forecast.best.seconds == pytest.approx(single.forecast.best.seconds / 2)
+    assert both.forecast.best.gain == pytest.approx(single.forecast.best.gain)
     assert best(both)[1].nic_gbps == pytest.approx(16.0)
     several = choices(training(), machines, None)
-    assert 8 in {found.spare for found in several}, "with one NIC each, two for each host"
+    assert 8 in {each.spare for each in several}, "with one NIC each, two for each host"
 
 
 def test_few_cores_set_the_time() -> None:
     def by_servers(machines: Machines) -> tuple[Row, Needs]:
-        found = choice(4, machines)
-        row = found.found.by_servers()[0]
-        return row, found.needs(row)
+        chosen = choice(4, machines)
+        row = chosen.forecast.by_servers()[0]
+        return row, chosen.needs(row)
 
     # Two bytes in and two out, at 1e9 per second and core: 4 s on the remaining core.
     row, needs = by_servers(replace(MACHINES, worker_cores=2))
@@ -141,19 +143,19 @@ def test_few_cores_set_the_time() -> None:
 
 
 def test_servers_on_a_workers_host_need_its_cores() -> None:
-    found = choice(1, replace(MACHINES, hosts=2))
-    servers = found.found.network.servers
+    chosen = choice(1, replace(MACHINES, hosts=2))
+    servers = chosen.forecast.network.servers
     assert (servers.per_machine, servers.local) == (1, 1)
-    row = found.found.by_servers()[0]
+    row = chosen.forecast.by_servers()[0]
     # A third of 2e9 bytes is summed there: from two hosts, to two hosts, added.
     busy = cost_model.core_seconds(servers, 2e9, 2e9, core_rate=1e9, add_rate=1e9)
     assert busy.host == pytest.approx(4 + 2 * 3 * 2 / 3)
-    assert found.needs(row).worker_cores == busy.host / row.seconds + 1
+    assert chosen.needs(row).worker_cores == busy.host / row.seconds + 1
 
 
 def test_what_more_cores_would_give() -> None:
     few = choice(4, replace(MACHINES, worker_cores=2))
-    assert few.found.best.plain
+    assert few.forecast.best.plain
     assert "With 3 cores on a worker's host, --use-dpu-reduce: 1.50 x; or use RDMA" in (
         sizing.render([few], 1e9)
     )
@@ -164,8 +166,8 @@ def test_what_more_cores_would_give() -> None:
 
 def test_with_rdma_nics_move_the_bytes() -> None:
     machines = replace(MACHINES, transport="rdma", worker_cores=2, link_gbps=400.0, add_rate=50e9)
-    found = advised(choices(training(), machines, None))
-    row, needs = best(found)
+    chosen = advised(choices(training(), machines, None))
+    row, needs = best(chosen)
     assert row.gain == pytest.approx(1.5) and (needs.server_cores, needs.worker_cores) == (2, 1)
 
 
@@ -177,7 +179,7 @@ def test_nothing_to_change_where_servers_gain_nothing(hosts: int, said: str) -> 
     machines = replace(MACHINES, hosts=hosts)
     several = choices(training(hosts=hosts), machines, None)
     assert advised(several).spare == 0
-    assert said in answer(advised(several).found) and said in sizing.render(several, 1e9)
+    assert said in answer(advised(several).forecast) and said in sizing.render(several, 1e9)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +252,10 @@ def test_table_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
             assert "TCP is counted with 100 Gbit/s of a machine" in said
             continue
         row = r"^ +0 +- +1 +(int\d) .*?(\d\.\d\d) +[0-9.]+ +- +(\d+)"
-        found = re.findall(row, said, re.MULTILINE)
+        lines = re.findall(row, said, re.MULTILINE)
         hidden = re.search(r"Where a micro-batch computes for (\S+) s", said)
-        assert hidden and [wire for wire, *_ in found] == ["int8", "int4"]
-        (_, int8, cores), (_, int4, _) = found
+        assert hidden and [wire for wire, *_ in lines] == ["int8", "int4"]
+        (_, int8, cores), (_, int4, _) = lines
         gains = f"int8: {int8} times, int4: {int4} times"
         assert shown == f"{gains} | {cores} | {hidden[1]} s"
 
@@ -262,18 +264,18 @@ def examples() -> list[tuple[str, str]]:
     """Get (command, its output) of the indented blocks in docs/use/when-to-use.md."""
     text = (REPOSITORY / "docs/use/when-to-use.md").read_text()
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.M)
-    found = []
+    shown = []
     for block in blocks:
         lines = [line[4:] for line in block.strip("\n").splitlines()]
         if lines[0].startswith(COMMAND):
-            found.append((lines[0].removeprefix(COMMAND), "\n".join(lines[1:])))
-    return found
+            shown.append((lines[0].removeprefix(COMMAND), "\n".join(lines[1:])))
+    return shown
 
 
 def test_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    found = examples()
-    assert found
-    for command, printed in found:
+    shown = examples()
+    assert shown
+    for command, printed in shown:
         assert sizing.main(shlex.split(command)) == 0
         assert [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()] == [
             line.rstrip() for line in printed.strip().splitlines()

@@ -67,9 +67,9 @@ def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 def later_tokens(length: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a mask ``[1, 1, length, all]``: true where the second token comes after this rank's
     token."""
-    mine = positions(group.rank(), group.size(), length)
+    own = positions(group.rank(), group.size(), length)
     everyone = torch.arange(length * group.size())
-    return (everyone[None, :] > mine[:, None])[None, None]
+    return (everyone[None, :] > own[:, None])[None, None]
 
 
 @functools.cache

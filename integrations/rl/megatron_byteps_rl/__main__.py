@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from .metrics_file import keep_metrics
-from .store import StoreError, kept, last_step
+from .store import StoreError, keep_in_store, last_step
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 30.0
@@ -181,7 +181,7 @@ def main() -> int:
     options, overrides = parse()
     folder = Path(values(overrides).get("trainer.default_local_dir", ""))
     try:
-        with kept(folder, options.store) if options.store else nullcontext():
+        with keep_in_store(folder, options.store) if options.store else nullcontext():
             return repeat(
                 lambda: _run(overrides, options.spares),
                 lambda: last_step(folder),

@@ -65,7 +65,7 @@ class StoreError(Exception):
 
 
 @contextmanager
-def kept(folder: Path, url: str) -> Iterator[None]:
+def keep_in_store(folder: Path, url: str) -> Iterator[None]:
     """Context that begins with the store's last checkpoint, unless the folder has a later one, and
     copies each new one. At its end the last one is in the store.
 

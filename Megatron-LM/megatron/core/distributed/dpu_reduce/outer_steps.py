@@ -66,11 +66,11 @@ class OuterSteps:
                 name=f"{_NAME}{index}",
                 **common,
             )
-            for index, one in enumerate(self._optimizers)
-            if (parameters := [p for p in stepped(one) if p.numel()])
+            for index, optimizer in enumerate(self._optimizers)
+            if (parameters := [p for p in stepped(optimizer) if p.numel()])
         ]
-        buffers = [one for one in job.saved_buffers(model) if one.is_floating_point()]
-        if buffers := [one for one in buffers if one.numel()]:
+        buffers = [buffer for buffer in job.saved_buffers(model) if buffer.is_floating_point()]
+        if buffers := [buffer for buffer in buffers if buffer.numel()]:
             mean = bytepslib.diloco.LocalSteps(
                 buffers,
                 lr=1.0,
@@ -112,9 +112,9 @@ class OuterSteps:
 
     def _to_model(self) -> None:
         """Copy the optimizers' parameters to the model."""
-        for one in self._optimizers:
-            if hasattr(one, "_copy_main_params_to_model_params"):
-                one._copy_main_params_to_model_params()
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "_copy_main_params_to_model_params"):
+                optimizer._copy_main_params_to_model_params()
         for chunk in self._model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
@@ -136,9 +136,9 @@ class OuterSteps:
 
 def inner(optimizer: Any) -> Iterator[Any]:
     """Yield Megatron's inner optimizers, each of which steps a part of the parameters."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not getattr(one, "is_stub_optimizer", False):
-            yield one
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(part, "is_stub_optimizer", False):
+            yield part
 
 
 def stepped(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -355,11 +355,13 @@ def leaves_out(
     from ...num_microbatches_calculator import get_num_microbatches
 
     microbatches = get_num_microbatches()
-    for one in _iterators(data):
+    for iterator in _iterators(data):
         for _ in range(microbatches):
-            next(one)
-        if hasattr(one, "advance"):  # advance() drops batches that were kept for a repeated step
-            one.advance()
+            next(iterator)
+        if hasattr(
+            iterator, "advance"
+        ):  # advance() drops batches that were kept for a repeated step
+            iterator.advance()
     samples = microbatches * args.micro_batch_size * args.data_parallel_size
     scheduler.step(increment=samples * getattr(args, "gtp_weight_remat_size", 1))
     iteration_ended(args, model, optimizer)
@@ -383,9 +385,9 @@ def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
 
 
 def _iterators(data: Any) -> Iterator[Any]:
-    for one in data if isinstance(data, list) else [data]:
-        if one is not None:
-            yield one
+    for iterator in data if isinstance(data, list) else [data]:
+        if iterator is not None:
+            yield iterator
 
 
 def _agree() -> tuple[bool, bool]:

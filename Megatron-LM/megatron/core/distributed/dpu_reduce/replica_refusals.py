@@ -90,25 +90,25 @@ def check_config(config: object) -> None:
     _check_servers(config, "BYTEPS_REPLICA")
 
 
-def _check_servers(source: object, asked: str) -> None:
+def _check_servers(source: object, flag: str) -> None:
     """Check ``--dpu-optimizer`` with replicas. `source`: the arguments or a DDP config."""
     if not getattr(source, "dpu_optimizer", False):
         return
-    asked = f"{asked} with --dpu-optimizer does not work with"
+    flag = f"{flag} with --dpu-optimizer does not work with"
     if not getattr(source, "dpu_optimizer_matrices", True):
         raise ValueError(
-            f"{asked} --optimizer={getattr(source, 'optimizer', 'muon')}: a replica that comes "
+            f"{flag} --optimizer={getattr(source, 'optimizer', 'muon')}: a replica that comes "
             "back takes all parameters from the servers, but ranks keep and update the matrices. "
             "Use adam or sgd, or drop --dpu-optimizer."
         )
 
 
-def _check_quorum(args: Namespace, asked: str | None) -> None:
+def _check_quorum(args: Namespace, variable: str | None) -> None:
     given = getattr(args, "dpu_quorum", None)
     if given is None:
         return
     quorum.parse(given)
-    if not asked:
+    if not variable:
         raise ValueError(
             f"--dpu-quorum={given} needs replicas: start each with worker.sh --replica NUMBER/COUNT"
         )
@@ -116,23 +116,23 @@ def _check_quorum(args: Namespace, asked: str | None) -> None:
 
 def check(args: Namespace) -> None:
     """Raise ValueError for arguments that replicas, or their outer steps, do not support."""
-    asked = os.environ.get("BYTEPS_REPLICA")
-    if asked and not getattr(args, "use_dpu_reduce", False):
+    replica = os.environ.get("BYTEPS_REPLICA")
+    if replica and not getattr(args, "use_dpu_reduce", False):
         raise ValueError(
-            f"BYTEPS_REPLICA={asked} needs --use-dpu-reduce: without it replicas never meet"
+            f"BYTEPS_REPLICA={replica} needs --use-dpu-reduce: without it replicas never meet"
         )
-    _check_quorum(args, asked)
+    _check_quorum(args, replica)
     given = getattr(args, "dpu_outer", None)
     every = outer_settings.parse(given).steps
-    if not asked:
+    if not replica:
         if every > 1:
             raise ValueError(
                 f"--dpu-outer={given} needs replicas that step by themselves: start each "
                 "with worker.sh --replica NUMBER/COUNT"
             )
         return
-    refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
-    _check_servers(args, f"BYTEPS_REPLICA={asked}")
+    refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={replica}")
+    _check_servers(args, f"BYTEPS_REPLICA={replica}")
     if every == 1:
         return
     refuse_settings(args, _OF_OUTER_STEPS, "--dpu-outer")
