@@ -51,13 +51,13 @@ def test_models(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_gathers_do_not_hang(make_cluster: Callable[..., Cluster]) -> None:
-    """torch once started all-gathers with the GIL held, while gloo's threads waited for it with a
-    lock held."""
+    """torch once started all-gathers with the GIL held, while gloo's threads held a lock and waited
+    for the GIL."""
     make_cluster(workers=2, servers=1, env=FLAT).run("c10d:gathers", timeout_s=100, rounds=5000)
 
 
 def test_torch_finds_every_method_that_starts_an_operation() -> None:
-    """torch never starts an operation with the GIL, under any name that its C++ looks up."""
+    """torch never starts an operation with the GIL held, under any name that its C++ looks up."""
     folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     (header,) = folder.rglob("PyProcessGroup.hpp")
     text = re.sub(r"/\*.*?\*/", "", header.read_text())
@@ -90,7 +90,7 @@ def test_each_bucket_keeps_its_rounding_losses(make_cluster: Callable[..., Clust
 
 
 def test_hosts_with_different_settings_say_which(make_cluster: Callable[..., Cluster]) -> None:
-    """All ranks end before the first sum, which would wait for ever."""
+    """All ranks end before the first sum, which would otherwise wait for ever."""
     cluster = make_cluster(workers=2, servers=1, env=SHORT)
     cluster.start_nodes()
     workers = [
@@ -104,7 +104,7 @@ def test_hosts_with_different_settings_say_which(make_cluster: Callable[..., Clu
 @pytest.mark.parametrize(
     ("rounds", "sizes", "most"),
     [
-        (4500, 1500, 1024),  # More lengths than names.
+        (4500, 1500, 1024),  # There are more lengths than names.
         pytest.param(10_000, 500, 500, marks=pytest.mark.thorough),
     ],
 )

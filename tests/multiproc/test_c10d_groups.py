@@ -9,7 +9,7 @@ import pytest
 from tests.multiproc.cluster import Cluster
 from tests.multiproc.test_c10d import FLAT
 
-# If sums of two groups met, they would wait for ever without this limit.
+# Without this limit, sums of two groups that met would wait for ever.
 SOON = {**FLAT, "BYTEPS_OP_TIMEOUT_S": "30"}
 
 

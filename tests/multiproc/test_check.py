@@ -32,7 +32,8 @@ HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
 def run(
     cluster: Cluster, *arguments: str, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run byteps-server with the settings of `cluster` and these; None: not set."""
+    """Run byteps-server with the settings of `cluster` and with these. None: the variable is not
+    set."""
     changed = {**cluster.node_environment(), "BYTEPS_START_TIMEOUT_S": "3", **(env or {})}
     return captured(
         [server_executable(), *arguments],
@@ -130,12 +131,12 @@ def test_a_scheduler_that_is_not_there(make_cluster: Callable[..., Cluster], tak
     cluster.port = 1
     said = check(cluster, "server")
     demand_wrong(said, NO_SCHEDULER, "the scheduler (127.0.0.1:1)", "start it first")
-    # Checks that need no scheduler were made. The program that listens there does not count as a
-    # scheduler.
+    # Checks that need no scheduler have run. The program that listens at the port does not count as
+    # a scheduler.
     assert "ok    it can listen at 127.0.0.1:" in said.stdout
     cluster.port = int(taken)
     demand_wrong(check(cluster, "worker"), NO_SCHEDULER, f"127.0.0.1:{taken}")
-    # A local problem has priority.
+    # A local problem has priority over one of the scheduler.
     demand_wrong(check(cluster, "server", BYTEPS_IO_THREADS="x"), USAGE, "BYTEPS_IO_THREADS")
     assert check(cluster, "server", DMLC_NODE_HOST="203.0.113.7").returncode == 1
 
@@ -150,7 +151,7 @@ def test_a_bad_check_prints_its_usage(make_cluster: Callable[..., Cluster]) -> N
 
 
 def test_a_job_that_gathers_and_runs(gathering: Cluster) -> None:
-    """Checks do not disturb the job: it gathers and ends."""
+    """Checks do not disturb the job, which gathers and ends well."""
     cluster = gathering
     ok = "ok    the scheduler would admit"
     assert f"{ok} this server: 0 of 2 servers and 0 of 2 workers" in check(cluster, "server").stdout
@@ -169,7 +170,7 @@ def test_a_job_that_gathers_and_runs(gathering: Cluster) -> None:
         check(cluster, "worker", RANK="1", WORLD_SIZE="2"), 1, "has a worker 1 (127.0.0.1) already"
     )
     assert check(cluster, "worker", RANK="0", WORLD_SIZE="2").returncode == 0
-    # Any free rank.
+    # any free rank
     assert check(cluster, "worker", 1).returncode == 0
     demand_wrong(check(cluster, "worker", 2), 1, "room for 1 more worker, and this machine has 2")
     demand_wrong(check(cluster, "server"), 1, "the job has its 2 servers already")
@@ -259,12 +260,12 @@ def test_from_waiting_to_serving_to_gone(make_cluster: Callable[..., Cluster]) -
     socket = cluster.folder / "health"
     server = start_with_socket(cluster, "server", "--role", "server", socket=socket)
     cluster.servers.append(server)
-    # Alone it waits, and is healthy.
+    # A process that is alone waits, and counts as healthy.
     assert wait_to_hear(socket, "server", server) == "server waits for the job to gather\n"
     worker = cluster.start_worker(0, "lifecycle:known")
     cluster.wait_mark("done", [0])
     said = wait_to_hear(socket, "server 0 serves", server)
-    # Three rounds, of three partitions and of one.
+    # There are three rounds, of three partitions and of one.
     assert "byteps_server_sums_total=12 " in said
     cluster.go("end")
     assert worker.wait(END_S) == 0

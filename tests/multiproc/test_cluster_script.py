@@ -1,5 +1,5 @@
-"""cluster.sh: starts, shows and ends a whole job on a list of hosts, without leftovers; also over a
-real ssh, with the test's own server."""
+"""cluster.sh starts, shows and ends a whole job on a list of hosts, without leftovers. It also
+works over a real ssh, with the test's own server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.multiproc.cluster import (
 )
 
 SCRIPT = REPOSITORY / "scripts/cluster.sh"
-# Replaces ssh without a network: the command goes to a shell, the host to a file.
+# Replaces ssh without a network. It gives the command to a shell, and writes the host to a file.
 SSH = """#!/bin/sh
 echo "$1" >>"$0.hosts"
 shift
@@ -72,7 +72,7 @@ def job(run_dir: Path) -> Iterator[Job]:
 
 
 def up(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    # Consecutive ports: the job's status is at the port after the scheduler's.
+    # The two ports are consecutive, because the job's status is at the port after the scheduler's.
     return job.run("up", "--port", str(free_ports(2)), "--master-port", str(free_ports()), *words)
 
 
@@ -105,7 +105,7 @@ def test_a_job_from_up_to_down(job: Job, run_dir: Path) -> None:
     assert len({path.read_text() for path in secrets}) == 1 and len(secrets) == 4
     assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
     assert f"me@{LOOPBACK}" in Path(f"{job.ssh}.hosts").read_text().split()
-    # The job ends by itself: the status shows four processes as ended.
+    # The job ends by itself, and then the status shows four processes as ended.
     wait_for(job, r": ended", 4)
     # At its end torchrun may log errors about the store of the other agent.
     logs = job.run("logs", "--lines", "1000").stdout
@@ -122,7 +122,7 @@ def alive(group: int) -> list[str]:
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = status.read_text()
-        except OSError:  # The process has ended since.
+        except OSError:  # The process has ended meanwhile.
             continue
         state, _, its_group = text.rpartition(")")[2].split()[:3]
         if int(its_group) == group and state not in "ZX":
@@ -285,8 +285,8 @@ class Sshd:
         )
         self.command = f"ssh -F {folder}/ssh_config"
         program, more = find_sshd(folder / "package")
-        # It drops its privileges to the user sshd, in the folder /run/sshd; without the package
-        # neither exists. So it gets its own view of both.
+        # sshd drops its privileges to the user sshd, in the folder /run/sshd. Without the package
+        # neither exists. So sshd gets its own view of both.
         users = Path("/etc/passwd").read_text()
         if not re.search(r"^sshd:", users, re.M):
             users += "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"

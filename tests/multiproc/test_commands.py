@@ -1,4 +1,4 @@
-"""Subcommands of megatron-byteps that start processes, or ask for them."""
+"""Subcommands of megatron-byteps that start processes, or that ask processes for their state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Embedded mode: a job that names no scheduler starts its own, and leaves nothing behind; and
-torchrun for a replica that gets SIGTERM."""
+"""Embedded mode: a job that names no scheduler starts its own, and leaves nothing behind. Also
+torchrun's behaviour for a replica that gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TORCHRUN = ("--standalone",)
 
 
 class Started:
-    """A job started with torchrun; all its processes have a mark in their environment."""
+    """A job started with torchrun. All its processes have a mark in their environment."""
 
     def __init__(self, folder: Path, nursery: Nursery, python: str) -> None:
         self.mark = uuid.uuid4().hex
@@ -125,7 +125,7 @@ class Started:
             time.sleep(0.1)
 
     def _ours(self) -> list[str]:
-        """Return leftover files of BytePS; torchrun and torch keep files there too."""
+        """Return leftover files of BytePS. The folder may also have files of torchrun and torch."""
         return [path.name for path in self.temporary.iterdir() if "byteps" in path.name.lower()]
 
     def close(self) -> None:
@@ -277,7 +277,8 @@ def test_without_a_launcher(
         nodes.start_nodes()
         known = {name: nodes.node_environment()[name] for name in CLUSTERS_OWN[:3]}
         env |= known | {"BYTEPS_SECRET": SECRET}
-        if not row.c10d:  # With a named cluster its variables have priority over torch.distributed.
+        # In a cluster with a name, the cluster's variables have priority over torch.distributed.
+        if not row.c10d:
             env = {name: value for name, value in env.items() if name not in LAUNCHER_VARIABLES}
     # If RANK and WORLD_SIZE are set, ranks do not compare their hosts either.
     alone = cluster and row.how == "env" and not row.c10d
@@ -294,8 +295,8 @@ def test_without_a_launcher(
     ids=["standalone", "master-addr"],
 )
 def test_restarts(job: Started, rendezvous: str, lives: int) -> None:
-    """torchrun shares a store between all generations of a job, so it contains values of earlier
-    ones."""
+    """torchrun shares a store between all generations of a job, so the store contains values of
+    earlier generations."""
     launcher: tuple[str, ...] = TORCHRUN
     if rendezvous == "master-addr":
         port = str(free_ports())
@@ -375,7 +376,8 @@ def test_interrupt_ends_everything(job: Started) -> None:
     job.demand_no_process()
 
 
-# torchrun for a replica that gets SIGTERM: no restart, and an exit status that says why.
+# torchrun for a replica that gets SIGTERM: it does not restart the ranks, and its exit status says
+# why.
 
 
 SCRIPT = """

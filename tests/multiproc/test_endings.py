@@ -33,7 +33,7 @@ class Ending:
     way: str
     status: int
     why: str = ""
-    """Reason that all other nodes report, as a regex; empty if the process ends well."""
+    """Reason that all other nodes report, as a regex. Empty if the process ends well."""
     quick: bool = False
     """Whether `make test` runs this case, too."""
 
@@ -86,7 +86,8 @@ def start(
 
 @EACH
 def test_while_another_rank_works(make_cluster: Make, ending: Ending) -> None:
-    """If a rank ends well, the others go on. Otherwise all of them end, with its reason."""
+    """If a rank ends well, the other nodes go on. Otherwise all of them end, with the rank's
+    reason."""
     cluster, other = start(make_cluster, ending)
     end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]
@@ -253,7 +254,8 @@ def test_a_refused_node_and_then_the_right_ones(
 
 
 def test_the_rank_that_was_told_to_end_is_named(make_cluster: Make) -> None:
-    """Ranks for which its end was an error of another library are not blamed."""
+    """One rank gets SIGTERM. The others notice its end as an error of another library, and are not
+    blamed."""
     cluster = make_cluster(workers=3, servers=1)
     workers = cluster.start("failures:meets")
     cluster.wait_mark("meeting", range(3))
@@ -329,7 +331,7 @@ def test_node(make_cluster: Make, victim: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", ["scheduler", "server", "worker"])
 def test_twenty_seconds_by_the_defaults(make_cluster: Make, victim: str) -> None:
-    """Stopped in the middle of traffic: no process notices."""
+    """The process is stopped in the middle of traffic. No other process notices."""
     cluster = make_cluster(workers=2, servers=1)
     cluster.start("failures:sums")
     cluster.wait_mark("summing", range(2))
@@ -411,7 +413,7 @@ def start_half_a_sum(make_cluster: Callable[..., Cluster], **env: str) -> tuple[
 def test_the_sum_under_way_is_finished_first(make_cluster: Callable[..., Cluster]) -> None:
     cluster, server = start_half_a_sum(make_cluster, BYTEPS_STOP_TIMEOUT_S="3000")
     server.send(signal.SIGTERM)
-    # Worker 1 has not pushed: the server waits for it.
+    # Worker 1 has not pushed, so the server waits for it.
     cluster.go("push")
     cluster.wait_mark("summed", [0, 1])
     hurry(server)
@@ -421,7 +423,7 @@ def test_the_sum_under_way_is_finished_first(make_cluster: Callable[..., Cluster
 
 
 def hurry(node: Process) -> None:
-    """Make a node that is ending end at once."""
+    """Make a node that is already ending end at once."""
     while node.running:
         time.sleep(0.1)
         node.send(signal.SIGTERM)

@@ -88,14 +88,15 @@ def test_rounds_end_while_their_server_closes_its_connections(
 
 
 def test_server_lost_before_any_worker_came(make_cluster: Callable[..., Cluster]) -> None:
-    """Before the job has begun, another server can take a lost server's rank, and the job runs."""
+    """Before the job has begun, another server can take the rank of a lost server. The job then
+    runs."""
     cluster = make_cluster(workers=1, servers=1, env={**SHORT, "PS_VERBOSE": "1"})
     scheduler = cluster.start_scheduler()
     lost = cluster.start_server()
     wait_for_text(scheduler, "admitted server 0")
     lost.send(signal.SIGKILL)
-    # Killed before it has read its welcome: the kernel resets the connection, which could also be a
-    # network failure, after which it might return.
+    # The server is killed before it has read its welcome, so the kernel resets the connection. This
+    # could also be a network failure, after which the server might return.
     wait_for_text(
         scheduler, rf"server 0 .*lost: .*({CLOSED}|{SILENT}).*another server may take its place"
     )

@@ -23,7 +23,7 @@ MOST_LINES = 10
 MOST_MIB = 64
 MOST_FILES = 1024
 BURST = 5000
-"""Number of peers of a flood: more than the kernel queues for one listener."""
+"""Number of peers of a flood. It exceeds the number that the kernel queues for one listener."""
 
 
 def peak_mib(process: Process) -> float:
@@ -39,7 +39,7 @@ def open_files(process: Process) -> int:
 
 @contextmanager
 def flooded(process: Process, plan: Plan, folder: Path) -> Iterator[Flood]:
-    """Context in which a process is flooded; checks that this costs it little."""
+    """Context in which a process is flooded. Checks that the flood costs the process little."""
     mib, files = peak_mib(process), open_files(process)
     with Flood(plan, folder) as flood:
         flood.wait_ready()
@@ -68,8 +68,8 @@ def break_links(cluster: Cluster) -> None:
     ("kind", "sources"), [pytest.param("silent", 0, marks=pytest.mark.thorough), ("talking", 50)]
 )
 def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sources: int) -> None:
-    """A whole job, whose connections break, while first the scheduler and then the server is
-    flooded: from the nodes' own address, and from others."""
+    """Connections of a whole job break while first the scheduler and then the server is flooded,
+    from the nodes' own address and from other addresses."""
     cluster = make_cluster(workers=2, servers=1)
     scheduler = cluster.start_scheduler()
     with flooded(scheduler, plan_for(cluster.port, kind, sources), cluster.folder):
@@ -108,14 +108,14 @@ def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Clus
             except OSError:
                 return
 
-        # Enough to always have unread data.
+        # The peer sends so much that there is always unread data.
         talkers = [threading.Thread(target=talk) for _ in range(4)]
         for talker in talkers:
             talker.start()
         assert b"does not speak this protocol" in read_all(stranger)
         for talker in talkers:
             talker.join(END_S)
-    # 256 KiB, and the buffers of both kernels.
+    # 256 KiB, and the buffers of both kernels
     assert sum(sent) < most // 2
     with greeted((LOOPBACK, cluster.port), Hello(), SECRET) as (_, refused):
         assert refused == ""
@@ -126,7 +126,7 @@ def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Clus
 
 WORKERS = SERVERS = 1000
 PATIENCE_S = 400
-"""Limit only against hangs: the test takes seconds."""
+"""Limit in seconds, only against hangs. The test takes seconds."""
 MESSAGES_A_NODE = 20
 """Messages per node, without heartbeats: welcome, the servers or the start, a farewell, its
 workers' departures, and an end. The scheduler sends departures in batches, in two or three

@@ -1,4 +1,4 @@
-"""A cluster that outlives failures: scheduler and servers accept the job's next generation."""
+"""A cluster that outlives failures. Its scheduler and servers accept the job's next generation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def loops(make: Make, *, workers: int, servers: int, env: dict[str, str] | None 
 
 
 def come_again(cluster: Cluster, workers: int, salt: int = 1) -> None:
-    """Start the next generation: other processes, another number of them, the same names."""
+    """Start the next generation, with other processes, another number of them, and the same
+    names."""
     for rank in range(workers):
         cluster.start_worker(
             rank, "keep:joins", title=f"life {salt} worker {rank}", world_size=workers, salt=salt
@@ -60,7 +61,7 @@ def test_killed_worker(make_cluster: Make) -> None:
 
 
 def test_kept_servers_outlive_each_failure(make_cluster: Make) -> None:
-    """Each failure ends a generation; the servers outlive all of them."""
+    """Each failure ends a generation. The servers outlive all of them."""
     cluster = loops(make_cluster, workers=2, servers=1)
     for life in range(1, 4):
         victim = cluster.workers["worker 1" if life == 1 else f"life {life - 1} worker 1"]
@@ -96,7 +97,8 @@ def test_killed_server(make_cluster: Make) -> None:
 
 
 def test_killed_scheduler(make_cluster: Make) -> None:
-    """Servers wait for another scheduler at the same address, as long as nodes wait for one."""
+    """Servers wait for another scheduler at the same address, as long as other nodes wait for a
+    server."""
     cluster = loops(make_cluster, workers=1, servers=2)
     lost, port = cluster.scheduler, cluster.port
     assert lost is not None
@@ -173,7 +175,7 @@ def test_an_error_of_the_user_s(make_cluster: Make) -> None:
 
 
 def test_a_sum_that_failed(make_cluster: Make) -> None:
-    """No process was lost, one sum failed, and all shut down: this counts as a failure."""
+    """No process was lost, but one sum failed, and then all shut down. This counts as a failure."""
     cluster = make_cluster(workers=2, servers=1, env={**KEEP, "BYTEPS_OP_TIMEOUT_S": "2"})
     cluster.start("keep:lacks_one")
     wait_all(cluster.workers.values(), END_S)
@@ -184,7 +186,7 @@ def test_a_sum_that_failed(make_cluster: Make) -> None:
 
 
 def test_kept_servers_are_told_to_end(make_cluster: Make) -> None:
-    """A signal ends a kept scheduler or server, like one that is not kept."""
+    """A signal ends a kept scheduler or server, just as one that is not kept."""
     cluster = make_cluster(workers=2, servers=2, env={**SHORT, **AT_ONCE})
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(2))
@@ -208,7 +210,7 @@ def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
 
 
 def test_again_in_one_process(make_cluster: Make) -> None:
-    """bps.shutdown() after a failure and bps.init() again, with one worker less."""
+    """After a failure, workers call bps.shutdown() and bps.init() again, with one worker less."""
     survivors = (1, 2)
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     ranks = {str(old): new for new, old in enumerate(survivors)}
@@ -226,7 +228,7 @@ def test_again_in_one_process(make_cluster: Make) -> None:
 
 
 def test_again_in_embedded_mode(make_cluster: Make) -> None:
-    """With scheduler and servers next to the ranks, rank 0, which started them, dies, and they are
+    """Rank 0 has started the scheduler and servers next to the ranks. When it dies, they are
     started anew."""
     survivors = (1, 2)
     cluster = make_cluster(workers=3, servers=1, env={"BYTEPS_PARTITION_BYTES": "16384"})

@@ -1,4 +1,4 @@
-"""Jobs that leave, rejoin, run side by side, idle and fork; errors of workers for invalid
+"""Jobs that leave, rejoin, run side by side, idle and fork. Also errors of workers for invalid
 settings."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tests.multiproc.cluster import END_S, Cluster, cpu_seconds, wait_all, wait_
 from tests.multiproc.endings import connections_of, demand_error
 
 IDLE_S = 2.0
-IDLE_LIMIT = 0.10  # Fraction of a core; upstream's polling loops use whole cores.
+# Limit of CPU time as a fraction of a core. Upstream's polling loops use whole cores.
+IDLE_LIMIT = 0.10
 
 
 def test_suspend_and_resume(make_cluster: Callable[..., Cluster]) -> None:
@@ -25,14 +26,14 @@ def test_suspend_and_resume(make_cluster: Callable[..., Cluster]) -> None:
     cluster.start("lifecycle:suspend_resume", servers=2)
     for time_away in range(2):
         cluster.wait_mark(f"away{time_away}", range(2))
-        time.sleep(2.5)  # Nothing to wait for: the nodes must still run later.
+        time.sleep(2.5)  # Nothing shows the end of this time. The nodes must still run after it.
         assert all(process.running for process in cluster.everyone())
         cluster.go(f"back{time_away}")
     cluster.finish()
 
 
 def test_a_forked_child_leaves_the_job_alone(make_cluster: Callable[..., Cluster]) -> None:
-    """A data loader's child, for example, runs the parent's exit handlers."""
+    """A data loader's child, for example, runs the exit handlers of its parent."""
     make_cluster(workers=2, servers=1).run("lifecycle:fork_and_exit")
 
 
@@ -57,7 +58,7 @@ def test_idle_processes_use_little_cpu(make_cluster: Callable[..., Cluster]) -> 
     cluster = make_cluster(workers=2, servers=1)
     cluster.start("lifecycle:idle")
     cluster.wait_mark("idle", range(2))
-    time.sleep(0.3)  # Lets the last operation's cleanup finish.
+    time.sleep(0.3)  # In this pause the cleanup of the last operation finishes.
     before = {process.title: cpu_seconds(process.pid) for process in cluster.everyone()}
     time.sleep(IDLE_S)
     used = {
@@ -118,7 +119,7 @@ def test_nothing_is_left_in_shared_memory(make_cluster: Callable[..., Cluster]) 
 
 BAD = [
     ("RANK", "x"),
-    ("RANK", "1"),  # The size is 1.
+    ("RANK", "1"),  # The size is 1, so only rank 0 exists.
     ("WORLD_SIZE", "0"),
     ("WORLD_SIZE", "1.0"),
     ("DMLC_NUM_SERVER", "-1"),
@@ -146,7 +147,7 @@ def test_bad_values(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_contradictions(make_cluster: Callable[..., Cluster]) -> None:
-    """RANK and DMLC_WORKER_ID, WORLD_SIZE and DMLC_NUM_WORKER, when both are set."""
+    """The variables RANK and DMLC_WORKER_ID, or WORLD_SIZE and DMLC_NUM_WORKER, are both set."""
     cluster = make_cluster(workers=2, env={"BYTEPS_START_TIMEOUT_S": "2"})
     cluster.port = 9
     worker = cluster.start_worker(0, "lifecycle:disagreeing_ranks")
@@ -156,7 +157,7 @@ def test_contradictions(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_init_after_a_refused_init(make_cluster: Callable[..., Cluster]) -> None:
-    """An invalid value, then a valid one, in the same process."""
+    """The same process uses an invalid value, and then a valid one."""
     make_cluster(workers=1).run("lifecycle:second_try")
 
 
@@ -164,7 +165,7 @@ def test_init_after_a_refused_init(make_cluster: Callable[..., Cluster]) -> None
 
 
 def test_children_cannot_reach_the_job(make_cluster: Callable[..., Cluster]) -> None:
-    """A child has the state of encrypted connections, too, and cannot use it."""
+    """A child also has the state of encrypted connections, but cannot use it."""
     make_cluster(workers=2, servers=2, env={"BYTEPS_TLS": "1"}).run("failures:children")
 
 

@@ -1,5 +1,5 @@
-"""Every log line has time, severity, process and source, as text or as JSON; and a stalled reader
-of the log stops no process."""
+"""Every log line has time, severity, process and source, as text or as JSON. A stalled reader of
+the log stops no process."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def messages(process: Process) -> list[str]:
 
 
 def demand_in_order(said: list[str], patterns: list[str]) -> None:
-    """Check that each pattern matches a whole message, with none left over."""
+    """Check that each pattern matches a whole message, and that no message is left over."""
     for message, pattern in zip(said, patterns, strict=False):
         assert re.fullmatch(pattern, message), f"{message!r} is not {pattern!r}\n" + "\n".join(said)
     assert len(said) == len(patterns), said
@@ -285,7 +285,7 @@ def test_a_signal_ends_it(stalled: tuple[Cluster, subprocess.Popen[bytes]]) -> N
 def test_a_scheduler_with_a_full_pipe(
     make_cluster: Callable[..., Cluster], full_pipe: tuple[int, int]
 ) -> None:
-    """The scheduler listens and admits nodes, and a late reader gets its messages."""
+    """The scheduler listens and admits nodes, and a late reader gets all its messages."""
     cluster = make_cluster(workers=1, servers=1)
     reader, writer = full_pipe
     port_file = cluster.folder / "port"

@@ -1,4 +1,5 @@
-"""Lost servers and schedulers: the job goes on, all sums are right, and replacements take over."""
+"""Servers and schedulers are lost. The job goes on, all sums are right, and replacements take
+over."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_spares_take_the_places_of_two(make_cluster: Callable[..., Cluster]) -> 
 
 
 def test_one_off_sums_are_kept_until_all_have_them(make_cluster: Callable[..., Cluster]) -> None:
-    """One-off sums of 32 MiB are released some steps later; then a server is lost."""
+    """One-off sums of 32 MiB are released some steps later. Then a server is lost."""
     cluster = make_cluster(workers=2, servers=2, env=WAIT)
     training = cluster.start("lost_servers:one_off", steps=30)
     cluster.wait_mark("trained", range(2), RUN_S)

@@ -12,7 +12,7 @@ from tests.multiproc.programs.observed import LATE_S
 def run_metrics(cluster: Cluster, device: str) -> None:
     cluster.start("observed:metrics", device=device)
     cluster.wait_mark("waits", [0])
-    time.sleep(2 * LATE_S)  # rank 0 is in its next sum by then, or waits the longer after
+    time.sleep(2 * LATE_S)  # by then rank 0 is in its next sum, or else it waits longer after this
     cluster.go("push")
     cluster.finish()
 

@@ -1,5 +1,5 @@
 """push_pull sums every dtype and size, over all ranks or groups, as declared, and refuses
-unsupported arguments; the remaining parts of upstream's Python interface work."""
+unsupported arguments. The other parts of upstream's Python interface work, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.multiproc.cluster import RUN_S, Cluster, Spawned, resident_bytes, wait_all
 
-# A page, so that tensors of moderate size have many partitions.
+# The size of a page, so that tensors of moderate size have many partitions.
 SMALL = 4096
 # If a check fails on one rank, operations that wait for this rank end soon.
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
@@ -44,7 +44,7 @@ def test_every_dtype_and_size(
 
 @pytest.mark.parametrize("partition_bytes", [5000, pytest.param(65536, marks=pytest.mark.thorough)])
 def test_partition_sizes(make_cluster: Callable[..., Cluster], partition_bytes: int) -> None:
-    """5000 is not a multiple of the page size: the engine rounds up."""
+    """5000 is not a multiple of the page size, so the engine rounds it up."""
     env = {"BYTEPS_PARTITION_BYTES": str(partition_bytes), **PATIENCE}
     cluster = make_cluster(workers=2, servers=2, env=env)
     dtypes = ["float32", "bfloat16", "int64"]
@@ -121,7 +121,7 @@ def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) ->
 
 
 def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
-    """DDP gets into this case: its buckets of the same length share a name, and another rank may
+    """DDP can cause this case: its buckets of the same length share a name, and another rank may
     pause."""
     cluster = make_cluster(workers=2, servers=1, env=PATIENCE)
     cluster.start("sums:far_ahead")
@@ -131,7 +131,7 @@ def test_who_is_far_ahead_waits(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_sums_in_the_order_of_ranks(make_cluster: Callable[..., Cluster]) -> None:
-    """A tensor's declaration asks for this order; the servers' setting is off."""
+    """The declaration of a tensor asks for this order. The setting of the servers is off."""
     cluster = make_cluster(workers=3, servers=2, env=PATIENCE)
     cluster.start("sums:in_order")
     for name in ("as they come", "in the order of ranks"):

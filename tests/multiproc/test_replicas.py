@@ -1,5 +1,5 @@
-"""Replicas that die, hang and come back, also with an optimizer on the servers: the others go on,
-and all sums are right."""
+"""Replicas die, hang and come back, also with an optimizer on the servers. The others go on, and
+all sums are right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, wait_for_f
 
 PROGRAM = "replicas:train"
 PHASES = ("pushed", "control")
-"""Phases in which a replica dies; the simulation has all of them."""
+"""Phases in which a replica dies here. The simulation covers all phases."""
 
 
 class Replicas:

@@ -31,7 +31,7 @@ from tests.multiproc.scripted import (
     scripted,
 )
 
-__all__ = ["scripted"]  # A fixture.
+__all__ = ["scripted"]  # pytest finds this fixture by its name here.
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -171,7 +171,7 @@ def test_cluster_of_scripts(scripted: Scripted) -> None:
 
 
 def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
-    """SIGINT to worker.sh alone ends its ranks; the others then end by themselves."""
+    """SIGINT goes to worker.sh alone and ends its ranks. The others then end by themselves."""
     scheduler, server = scripted.start_nodes(workers=1, servers=2)
     worker = scripted.start_worker(servers=2, ranks=1, mode="forever")
     wait_for_file(scripted.folder / "ready.0", RUN_S, [worker])
@@ -186,7 +186,8 @@ def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("replaced", ["0", "60"], ids=["all end", "others go on"])
 def test_an_instance_is_killed_before_the_script_waits(scripted: Scripted, replaced: str) -> None:
-    """bash reports such a death while it runs another command, and then `wait -n` does not."""
+    """bash reports such a death while it runs another command. After that `wait -n` does not report
+    it."""
     hook, started = scripted.folder / "hook.sh", scripted.folder / "instance"
     hook.write_text(f"""
         if [[ ${{0##*/}} == server.sh ]]; then

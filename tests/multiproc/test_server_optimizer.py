@@ -45,7 +45,7 @@ def test_clipping(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_steps_that_are_tried(make_cluster: Callable[..., Cluster]) -> None:
-    """Speculative steps, made before it is known whether they are clipped."""
+    """Servers make speculative steps before it is known whether the steps are clipped."""
     cluster = make_cluster(workers=2, servers=2, env=ENV)
     cluster.run("server_optimizer:speculates", device="cpu")
     demand_same_bits(cluster)
@@ -64,13 +64,13 @@ def test_a_state_that_does_not_fit(make_cluster: Callable[..., Cluster]) -> None
 
 
 def test_two_server_optimizers_of_one_name(make_cluster: Callable[..., Cluster]) -> None:
-    """The second is refused on all ranks while any of them uses the first."""
+    """All ranks refuse the second optimizer while any of them uses the first one."""
     make_cluster(workers=3, servers=2, env=ENV).run("server_optimizer:names", servers=2)
 
 
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
-    """Members disagree on a learning rate: all get an error if servers update at once, otherwise at
-    least the second."""
+    """Members disagree on a learning rate. If servers update at once, all members get an error.
+    Otherwise at least the second one does."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)
     cluster.run("server_optimizer:disagree")
     errors = {path.name: path.read_text() for path in cluster.folder.glob("disagree.*")}
