@@ -32,7 +32,7 @@ namespace {
 
 uint64_t on_purpose = 0;
 
-// Invariants broken during its lifetime are broken on purpose.
+// Invariants that break while this object exists are broken on purpose.
 class OnPurpose {
  public:
   OnPurpose() : before_(ps::NumBrokenInvariants()) {}
@@ -119,7 +119,7 @@ TEST(Invariant, ARequestIsAnsweredOnce) {
   const std::string error = ErrorOf([&] { requests.Take(number, &taken); });
   EXPECT_TRUE(Has(error, "'a request is answered once'")) << error;
   EXPECT_TRUE(Has(ErrorOf([&] { requests.Take(77, &taken); }), "request 77 of 1"));
-  requests.Clear();  // the job has ended
+  requests.Clear();  // the job has ended meanwhile
   EXPECT_FALSE(requests.Take(number, &taken));
   EXPECT_EQ(broken.count(), 2u);
 }
@@ -350,7 +350,7 @@ TEST_F(Stalls, ItTellsForHowLongItStoodStill) {
   StandStill(seconds(40));
   EXPECT_EQ(watch_.StoodStill(seconds(30), now_), seconds(40)) << "whichever thread asks first";
   Run(seconds(2));
-  StandStill(seconds(3));  // the system may let it run for a moment in between
+  StandStill(seconds(3));  // the system may let the process run for a moment in between
   watch_.Tick(now_);
   EXPECT_EQ(watch_.StoodStill(seconds(30), now_), seconds(40));
   Run(seconds(31));

@@ -141,7 +141,7 @@ TEST(DeclarationList, AnyBytesAreTakenOrRefused) {
   EXPECT_GT(refused, 1000);
 }
 
-// Returns whether it is a rule for a tensor of 10 elements.
+// Returns whether the rule is the same after packing and unpacking, for a tensor of 10 elements.
 bool IsRule(const UpdateRule& rule) {
   UpdateRule back;
   return UpdateRule::Unpack(rule.Pack(), 10, &back) && back == rule;
@@ -346,7 +346,7 @@ std::string ReadUntil(int fd, const std::string& word) {
   return all;
 }
 
-// The output is never destroyed (see there); this keeps it reachable for a leak checker.
+// The output is never destroyed, see LogOutput. This keeps it reachable for a leak checker.
 LogOutput* NewOutput(int fd) {
   static auto* const all = new std::vector<LogOutput*>;
   all->push_back(new LogOutput(fd, kLimit, Notice));
@@ -382,7 +382,7 @@ void TryNobodyReadsForAWhile(bool pipes) {
   constexpr int kLines = 20'000;
   for (; last < kLines; ++last) written.output->Write(Line(last));
   written.output->Flush(0.01);
-  // The first lines are there, in order; the later ones are counted.
+  // The first lines are there, in order. The later ones are only counted.
   std::string expected;
   int kept = 0;
   const std::string got = ReadUntil(written.ends[0], "dropped");

@@ -84,7 +84,8 @@ TEST(PsMessage, ServersSendEachOtherRequestsAndAnswers) {
     EXPECT_TRUE(came.between_servers);
     EXPECT_EQ(came.is_request, is_request);
     EXPECT_EQ(came.values.size(), 6u);
-    // A node interprets a message by its own role: a worker would take it for a server's answer.
+    // A node interprets a message by its own role, so a worker would take the message for a
+    // server's answer.
     EXPECT_FALSE(HeadOf(carried.meta, Role::kWorker).between_servers);
   }
 }
@@ -107,7 +108,7 @@ TEST(PsMessage, ValuesInPiecesHaveNoSizeThatAnybodyExpects) {
   EXPECT_EQ(came.sent_bytes, Message::kInPieces);
 }
 
-// The sender learns that its values were sent when their last copy is destroyed.
+// The sender learns that its values were sent once the last copy of them is destroyed.
 TEST(PsMessage, ValuesAreHeldAsLongAsAnybodyHasThem) {
   char memory[4];
   int released = 0;

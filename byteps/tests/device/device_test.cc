@@ -121,7 +121,8 @@ TEST(PinnedPool, WaitersAreServedInTheirOrder) {
   given_back.swap(kept);
   given_back.clear();
   EXPECT_EQ(order, std::vector<int>({0, 1}));
-  // Swaps before clearing: blocks returned during clear() would be added to the same vector.
+  // The blocks are swapped out first, because blocks that are returned during clear() would be
+  // added to the same vector.
   given_back.swap(kept);
   given_back.clear();
   EXPECT_EQ(order, std::vector<int>({0, 1, 2}));
@@ -235,7 +236,7 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
       EXPECT_EQ(std::this_thread::get_id(), taker);
       ++begun;
     };
-    queue.Add(one);  // returns, although the first copy is in its turn
+    queue.Add(one);  // Add returns, although the first copy is in its turn.
   }
   EXPECT_EQ(begun, 0);
   go_on.set_value();
@@ -261,15 +262,15 @@ TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
   }
 }
 
-// A thread that lacks memory while it gives copies to the device reports each once; the queue goes
-// on.
+// A thread may lack memory while it gives copies to the device. It then reports each of these
+// copies once, and the queue goes on.
 TEST(CopyQueue, LackOfMemoryIsTold) {
   fake::SetCurrentDevice(0);
   static char* const host = static_cast<char*>(PinMemory(4096));  // never unpinned
   static char data[4096];
   CopyQueue queue(1, CopyLane::kToDevice);
-  // Number of allocations that succeed: all, which makes the device ready; none; the entry's; also
-  // the next; all again.
+  // Number of allocations that succeed: all, which makes the device ready; none; one, for the
+  // entry; two, for the entry and the next thing; and all again.
   for (const int times : {-1, 0, 1, 2, -1}) {
     int begun = 0;
     bool lacked = false;
@@ -295,8 +296,8 @@ TEST(CopyQueue, LackOfMemoryIsTold) {
   }
 }
 
-// Leave is for callers that must not give copies to the device themselves. It needs another thread
-// that is doing so.
+// Leave is for callers that must not give copies to the device themselves. It succeeds only while
+// another thread gives copies.
 TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(PinnedPool::Use::kPartitions, 1 << 20, 4096);
@@ -359,7 +360,7 @@ TEST(CopyQueue, ALongWaitIsLeftToTheDriver) {
     one.done = [&] {
       if (++done == 3) all_done.set_value();
     };
-    queue.Add(one);  // returns, although no copy is done
+    queue.Add(one);  // Leave returns, although no copy is done.
     EXPECT_EQ(begun, i + 1);
   }
   EXPECT_EQ(done, 0);

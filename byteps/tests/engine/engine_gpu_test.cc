@@ -101,7 +101,8 @@ TEST(Gpu, StreamsWaitForCopiesAndTheHostDoesNot) {
   auto values = Values(1000, 1);
   const auto sum = Times(values, 3);
   const auto hold = fake::HoldCopiesToDevice();
-  job.Wait(job.Start("x", &values, 0, stream), stream);  // returns, although nothing is copied yet
+  // This call returns, although nothing is copied yet.
+  job.Wait(job.Start("x", &values, 0, stream), stream);
   EXPECT_TRUE(WaitsForCopies(stream, hold.get()));
   EXPECT_EQ(values, sum);
 }

@@ -50,7 +50,8 @@ TEST(Failure, NothingIsWrittenAfterwards) {
     script.in_place = in_place;
     script.chunk = 64;
     script.chunk_us = 200;
-    // With one partition, the part that is awaited below is the only one that reads the tensor.
+    // There is one partition, so the part that is awaited below is the only one that reads the
+    // tensor.
     Job job(1, script,
             {{"BYTEPS_PARTITION_BYTES", "1048576"}, {"BYTEPS_MIN_PARTITION_BYTES", "1048576"}});
     auto values = Values(100'000, 1);  // takes 1.25 s to receive in place
@@ -81,7 +82,8 @@ TEST(Failure, LateAnswersNameTheServer) {
 }
 
 TEST(Failure, OfWhatWaitsBehindOthersNamesTheirServer) {
-  // These outlive the worker, which may still send them. One partition each, on server 0.
+  // These values outlive the worker, which may still send them. Each has one partition, on server
+  // 0.
   auto first = Values(1024, 1), second = Values(1024, 2);
   Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}, {"BYTEPS_SERVER_WINDOW_BYTES", "4096"}});
   job.worker.Declare({Job::RequestFor("x", &first).tensor, Job::RequestFor("y", &second).tensor});

@@ -181,7 +181,7 @@ Task TaskOf(int server, uint64_t bytes, uint64_t index) {
   return task;
 }
 
-// Takes a task, which must be available.
+// Takes a task. One must be available.
 uint64_t TakeIndex(PushScheduler* scheduler) {
   Task task;
   EXPECT_TRUE(scheduler->Take(&task));
@@ -425,7 +425,7 @@ TEST(PushScheduler, ManyThreadsKeepToTheWindows) {
   EXPECT_EQ(scheduler.under_way(), 0u);
 }
 
-// A thread is not woken for every partition, but none may be forgotten, for any sizes and window.
+// Not every partition wakes a thread, but no partition may be forgotten, for any sizes and window.
 TEST(PushScheduler, WhoSleepsIsWokenInTime) {
   constexpr int kTasks = 200;
   std::mt19937 random(1);

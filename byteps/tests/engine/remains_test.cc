@@ -150,7 +150,7 @@ TEST(Remains, NothingOfAnOperationThatFailedBeforeItWasPushed) {
   job.SumManyTimes();
 }
 
-// All of them fail before any push: no round is ever opened.
+// All operations fail before any push, so no round is ever opened.
 TEST(Remains, NothingOfAnOperationThatNobodyPushed) {
   LoopedWorkers job;
   job.Sum(0);

@@ -1,4 +1,4 @@
-// Streamed sums on a simulated GPU: streams wait for them, threads do not.
+// Streamed sums on a simulated GPU. Streams wait for the sums, and threads do not.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -53,7 +53,7 @@ TEST_F(StreamedSums, TheHostWaitsForNothing) {
     Job job(2, script, settings);
     auto values = Values(count, 1);
     const auto sum = Times(values, 3);
-    const auto hold = fake::Hold(stream_);  // not even the values are ready
+    const auto hold = fake::Hold(stream_);  // the values are not ready either
     for (int round = 0; round < 2; ++round) {
       SCOPED_TRACE(round);
       auto& tensor = values;
@@ -174,7 +174,7 @@ TEST_F(StreamedSums, ThatFailBeforeTheirValuesAreThereGiveNoNumbersToo) {
 // All sums fail while the transport still holds their values. They share one wait for the
 // transport.
 TEST_F(StreamedSums, ThatFailTogetherLetTheirStreamsGoOnTogether) {
-  constexpr int kSums = 30;  // half a minute if waited for one by one
+  constexpr int kSums = 30;  // would take half a minute if each were waited for in turn
   Job job(1, {}, kRoom);
   job.channel->HoldServer(0, true);
   std::vector<std::vector<float>> tensors(kSums, Values(3000, 1));

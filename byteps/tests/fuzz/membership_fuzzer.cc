@@ -448,10 +448,10 @@ void TakeAll(BackupLink* link) {
 
 }  // namespace
 
-// A server of three with malformed neighbors. They meet it as several processes, send states and
-// rounds that do not fit their declarations, fetch before they have met, answer without requests,
-// and are lost and replaced. The server answers each request at most once, and every copy that it
-// sends is complete: another server restores the same copy from it.
+// A server of three with malformed neighbors. These meet it as several processes, and send states
+// and rounds that do not fit their declarations. They fetch before they have met, answer without
+// requests, and are lost and replaced. The server answers each request at most once. Every copy
+// that it sends is complete: another server restores the same copy from it.
 extern "C" int Fuzz_backup(const uint8_t* bytes, size_t size) {
   setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
   FuzzedDataProvider data(bytes, size);

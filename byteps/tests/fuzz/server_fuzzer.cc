@@ -71,7 +71,7 @@ extern "C" int Fuzz_hello(const uint8_t* data, size_t size) {
   return 0;
 }
 
-// Arbitrary bytes as the meta of a message: refused, or encoded to the same bytes.
+// Arbitrary bytes as the meta of a message. They are refused, or encoded to the same bytes.
 extern "C" int Fuzz_meta(const uint8_t* data, size_t size) {
   const char* const bytes = reinterpret_cast<const char*>(data);
   ps::Meta meta;
@@ -114,7 +114,7 @@ extern "C" int Fuzz_rdma(const uint8_t* data, size_t size) {
 namespace byteps {
 namespace core {
 
-// Arbitrary bytes as a list of declarations: refused with a reason, or valid.
+// Arbitrary bytes as a list of declarations. They are refused with a reason, or are valid.
 extern "C" int Fuzz_declarations(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   std::vector<Declaration> declarations;
@@ -141,7 +141,7 @@ extern "C" int Fuzz_declarations(const uint8_t* data, size_t size) {
   return 0;
 }
 
-// Arbitrary bytes as an HTTP request: answered with head and body, or incomplete.
+// Arbitrary bytes as an HTTP request. It is answered with head and body, or is incomplete.
 extern "C" int Fuzz_http(const uint8_t* data, size_t size) {
   const std::string request(reinterpret_cast<const char*>(data), size);
   int asked = 0;
@@ -453,10 +453,10 @@ const Config& TheConfig(bool deterministic) {
 
 }  // namespace
 
-// A server with malformed workers of its job: they declare conflicting tensors, push and pull
-// undeclared, twice, out of order or in other sizes, ask for optimizer steps likewise, give sums of
-// a lost server, and leave in between. Each request is answered at most once, and answered sums are
-// right.
+// A server with malformed workers of its job. The workers declare conflicting tensors. They push
+// and pull undeclared, twice, out of order or in other sizes, and ask for optimizer steps likewise.
+// They give sums of a lost server, and leave in between. Each request is answered at most once, and
+// answered sums are right.
 extern "C" int Fuzz_server(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   Answers answers;

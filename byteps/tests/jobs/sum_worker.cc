@@ -206,7 +206,7 @@ class Job {
 
   const Options options_;
   const Launch launch_;
-  const double patience_;  // seconds; the worker itself must have given up by then
+  const double patience_;  // seconds, by which the worker itself must have given up
   std::vector<Tensor> tensors_;
   BrokenSession* session_ = nullptr;  // owned by worker_
   Worker worker_;                     // last: it writes into the tensors

@@ -222,7 +222,7 @@ TEST(DialPlan, PairsAreTriedOneAfterAnotherBeforeAPause) {
   EXPECT_FALSE(plan.is_away());
 }
 
-// The peer is alive but not ready: another pair of NICs would not help.
+// The peer is alive but not ready, so another pair of NICs would not help.
 TEST(DialPlan, APeerThatAsksForPatienceIsTriedOverTheSamePair) {
   DialPlan plan = PlanOfPairs();
   plan.Failed("no answer", false, kStart);
@@ -379,7 +379,8 @@ TEST_F(OutageWatchTest, AnEarlierDeadlineCounts) {
   EXPECT_EQ(watch_.number(), 2u);
 }
 
-// A slow link (5 kB/s) needs several connections for one message: progress on each keeps it alive.
+// A slow link (5 kB/s) needs several connections for one message. Progress on each of them keeps
+// the link alive.
 TEST_F(OutageWatchTest, WhatCameOverTheLastConnectionCounts) {
   Break(seconds(5), seconds(3));
   watch_.AwaitProof(1);
@@ -392,7 +393,7 @@ TEST_F(OutageWatchTest, WhatCameOverTheLastConnectionCounts) {
 
 TEST_F(OutageWatchTest, NothingIsProvedOfAnOutageThatBegins) {
   Break(seconds(5), seconds(3));
-  watch_.HearProofOfTheLast();  // there was none
+  watch_.HearProofOfTheLast();  // there was no earlier outage
   watch_.AwaitProof(1);
   EXPECT_EQ(Left(), 27);
 }

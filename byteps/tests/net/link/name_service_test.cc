@@ -47,7 +47,8 @@ class ChangingNames {
   const std::shared_ptr<Names> names_ = std::make_shared<Names>();
 };
 
-// Fails attempts until the route is `wanted`. With "": until there is none, for that reason.
+// Fails attempts until the route is `wanted`. If `wanted` is "", until there is no route, for the
+// reason given.
 void AwaitRoute(DialPlan* plan, const std::string& wanted) {
   std::string found;
   for (int i = 0; i < 30'000 && found != wanted; ++i) {

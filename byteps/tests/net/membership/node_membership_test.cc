@@ -182,7 +182,7 @@ TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
 }
 
-// If the broken link were remembered, the server would fail when the replica is back.
+// If the membership still knew the broken link, the server would fail when the replica is back.
 TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
   JoinAs(Node::SERVER);
   membership_->OnLinkLost(OtherWorker().id, "its connection was reset", false);

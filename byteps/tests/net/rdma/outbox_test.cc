@@ -78,7 +78,8 @@ TEST_F(OutboxTest, AMessageOfEitherKindArrives) {
   EXPECT_THROW(outbox_.Arrived(1, &done_), Error);
 }
 
-// Cases found by breaking connections repeatedly: which messages go first, and from where.
+// These cases were found by breaking connections repeatedly. They show which messages go first, and
+// from where.
 TEST_F(OutboxTest, WhatHadBegunGoesBeforeWhatHadNot) {
   for (const uint64_t key : {1, 2, 3, 4}) Push(key);
   const uint32_t first = Ask();

@@ -173,8 +173,8 @@ TEST_F(PostedSendsTest, WhileItIsWatchedOneOfSixteenIsSignalled) {
   EXPECT_TRUE(sends_.EndWatch());
 }
 
-// A device reports each request that it returns, signalled or not. Completed unsignalled ones are
-// covered by the last.
+// A device reports each request that it returns, whether signalled or not. The last report covers
+// unsignalled requests that were completed.
 TEST_F(PostedSendsTest, AStoppedQueueIsAccountedFor) {
   EXPECT_EQ(PostMany(4, Frame(true)), "!...");
   Post(Write(1000, false, false));
@@ -248,7 +248,7 @@ TEST(PostedSends, HoweverADeviceWorks) {
     uint64_t sent = 0, heard = 0;
     bool watched = false;
     const auto complete = [&] {
-      // The same steps as the polling thread's when it wakes up.
+      // The polling thread makes the same steps when it wakes up.
       if (device.CompleteOne(&heard) && sends.Watch()) watched = true;
     };
     const auto ask = [&] {

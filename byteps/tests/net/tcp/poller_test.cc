@@ -67,7 +67,8 @@ class PollerTest : public testing::Test {
 
 TEST_F(PollerTest, WhoWaitsServesToo) {
   int said = 0;
-  // The poller's thread must wake up, this one is awake: sooner or later this one is first.
+  // The poller's thread must wake up first, and this thread is awake. So sooner or later this
+  // thread is first.
   while (counts_->by_maker == 0) {
     Say(1);
     for (++said; counts_->bytes < said;) poller_.ServeReady();
@@ -107,7 +108,7 @@ TEST_F(PollerTest, TasksAreThePollers) {
     here = std::this_thread::get_id() == me;
     done = true;
   });
-  // This thread may take the wake-up; it must pass it on.
+  // This thread may take the wake-up. It must then pass it on.
   while (!done) poller_.ServeReady();
   EXPECT_FALSE(here);
 }

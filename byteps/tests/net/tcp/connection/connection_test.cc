@@ -149,7 +149,7 @@ TEST(ConnectionOverNics, CountsAtTheNicWhatItReadsAndWrites) {
   }
 }
 
-// Pairs that are added later are as good as the first: the connection does not go back.
+// Pairs that are added later are as good as the first, so the connection does not go back.
 TEST(ConnectionOverNics, LearnsOfOthers) {
   Hub hub(false);
   Link link(&hub);
@@ -204,7 +204,7 @@ TEST(Sending, DISABLED_MemoryThatChanges) {
     link.Send(true, value);
     sent.store(true, std::memory_order_relaxed);
   });
-  // Later than the call, but without waiting for the message's end.
+  // This is later than the call, but does not wait for the message's end.
   while (!sent.load(std::memory_order_relaxed)) continue;
   memset(value.data(), 2, kBytes);
   sends.join();
