@@ -6,15 +6,15 @@
 namespace ps {
 
 // Clock that counts only time in which this process ran. Deadlines for other processes are measured
-// by it.
+// by this clock.
 //
 // A process may be stopped (SIGSTOP, a debugger), swapped out, or its virtual machine paused or
 // migrated. Messages then wait unread, and by a steady clock every peer would seem late afterwards.
 // AwakeClock stands still during such a pause, and for a heartbeat more, in which the process reads
 // waiting messages. So every deadline is put off by the length of the pause.
 //
-// The clock notices a pause because a thread that should wake up often is late
-// (StallWatch::Feeder). In a job, that thread is the membership's heartbeat thread. Without a job
+// The clock notices a pause by the lateness of a thread that should wake up often
+// (StallWatch::Feeder). In a job, that is the membership's heartbeat thread. Without a job,
 // AwakeClock is the steady clock.
 
 struct AwakeClock {

@@ -39,17 +39,18 @@ constexpr float kLeastMagnitude = 0x1p-100f;
 
 // Source of random bits for stochastic rounding.
 struct Chance {
-  uint64_t seed = 0;   // ChanceSeed
+  uint64_t seed = 0;   // from ChanceSeed
   uint64_t block = 0;  // index of the first block within its tensor
 };
 
-// Returns the seed for a round of tensor `name`. `rank`: the worker's; -1: the server's answer.
+// Returns the seed for a round of tensor `name`. `rank`: the worker's rank; -1 for the server's
+// answer.
 uint64_t ChanceSeed(const std::string& name, uint32_t round, int32_t rank);
 
 // Returns the number of blocks for this many values. The last block is padded with zeros.
 constexpr uint64_t BlocksOf(uint64_t values) { return (values + kBlockValues - 1) / kBlockValues; }
 
-// Returns whether values of type `t` can be encoded and decoded: float32, bfloat16 and float16.
+// Returns whether values of type `t` can be encoded and decoded: float32, bfloat16 or float16.
 bool IsEncoded(DType t);
 
 // Writes BlocksOf(count) blocks of type `t` from values of type `from`. `lost`: the rounding error
@@ -69,20 +70,20 @@ struct BlockSum {
   bool begun;
 };
 
-// wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor
+// Computes wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor.
 void AddBlocks(const BlockSum& sum, float divisor = 1);
-// out = the sum of AddBlocks, rounded to blocks. `out` may be an input. `lost`: as for
+// Computes out = the sum of AddBlocks, rounded to blocks. `out` may be an input. `lost`: as for
 // EncodeBlocks, for each value of the blocks.
 void EndBlocks(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
                const Chance* chance = nullptr);
 
-// Writes blocks = wanted - held, rounded. `held`: `count` values of type `t`, as workers have them.
-// If `moved` is not null, it gets the workers' next values, as AddDifferences would compute them;
-// `moved` may be `held`.
+// Computes blocks = wanted - held, rounded. `held`: `count` values of type `t`, as workers have
+// them. If `moved` is not null, it gets the workers' next values, which AddDifferences will
+// compute; `moved` may be `held`.
 void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
                        void* moved);
-// out = held + differences in the blocks, rounded to type `t`. A zero difference keeps the bits.
-// `out` may be `held`.
+// Computes out = held + the differences in the blocks, rounded to type `t`. A zero difference keeps
+// the bits. `out` may be `held`.
 void AddDifferences(DType t, const void* blocks, const void* held, uint64_t count, void* out);
 
 }  // namespace core

@@ -26,9 +26,8 @@ constexpr double kMaxInt = 2147483647;
 
 struct Variable {
   enum Type { kInt, kFloat, kBool, kString, kChoice };
-  // kUsers: users set the variable, and it is documented. kLauncher: the launcher sets the
-  // variable. kInternal: the variable is undocumented, for tests, benchmarks and upstream's
-  // programs.
+  // Audience of a variable. kUsers: users set it, and it is documented. kLauncher: the launcher
+  // sets it. kInternal: tests, benchmarks and upstream's programs set it; it is not documented.
   enum Audience { kUsers, kLauncher, kInternal };
   const char* name;
   Type type;
@@ -41,13 +40,13 @@ struct Variable {
   Audience audience = kUsers;
 };
 
-// A variable of an earlier version.
+// Variable of an earlier version, which no longer exists.
 struct GoneVariable {
   const char* name;
   const char* instead;  // the variable to set instead, or why no variable is needed
 };
 
-// A variable with this project's prefix that does not exist.
+// Variable with this project's prefix that does not exist.
 struct UnknownVariable {
   std::string name;
   std::string meant;  // the most similar existing name; "" if none is similar
@@ -66,8 +65,8 @@ class Config {
   static const std::vector<GoneVariable>& Gone();
 
   // Parses all variables of the table. Throws UsageError with the first invalid variable, its value
-  // and the allowed values; throws UsageError also for a variable that no longer exists. `given`
-  // overrides the environment; its settings are validated too, and count as set.
+  // and the allowed values, and for a variable that no longer exists. `given` overrides the
+  // environment; its settings are validated, too, and count as set.
   static Config FromEnvironment(const GivenSettings& given = {});
 
   // Return the value of a variable. Throw std::logic_error if the table has no such variable of
@@ -75,7 +74,7 @@ class Config {
   long Int(const std::string& name) const;
   double Float(const std::string& name) const;
   bool Bool(const std::string& name) const;
-  const std::string& String(const std::string& name) const;  // also for kChoice
+  const std::string& String(const std::string& name) const;  // for kChoice, too
   // Returns whether the environment or the caller has set the variable.
   bool IsSet(const std::string& name) const;
 
@@ -124,8 +123,8 @@ struct Launch {
   int replica = 0;
   int replicas = 1;
 
-  // Reads the rank and size from RANK and WORLD_SIZE, or from DMLC_WORKER_ID and DMLC_NUM_WORKER;
-  // without both pairs, they are 0 and 1. Reads also LocalPlace, and BYTEPS_REPLICA. Throws
+  // Reads the rank and size from RANK and WORLD_SIZE, or from DMLC_WORKER_ID and DMLC_NUM_WORKER.
+  // Without both pairs, they are 0 and 1. Also reads LocalPlace and BYTEPS_REPLICA. Throws
   // UsageError if the two pairs disagree, if the rank is not below the size, or if BYTEPS_REPLICA
   // is out of range.
   static Launch From(const Config& config);

@@ -1,4 +1,4 @@
-// Element types that can be reduced, the types in which they travel, and conversion of half types.
+// Element types that can be reduced, types in which they travel, and conversion of half types.
 #ifndef BYTEPS_BASE_DTYPE_H_
 #define BYTEPS_BASE_DTYPE_H_
 
@@ -10,7 +10,7 @@
 namespace byteps {
 namespace core {
 
-// The numbers are part of the wire format.
+// These numbers are part of the wire format.
 enum class DType : uint8_t {
   kFloat32 = 0,
   kFloat64 = 1,
@@ -100,8 +100,8 @@ inline uint64_t AnswerBytes(DType t, uint64_t bytes) {
 }  // namespace core
 }  // namespace byteps
 
-// Compiles a loop for several instruction sets; the fastest is chosen when the program starts.
-// Loops are written so that the compiler vectorises them.
+// Compiles a loop for several instruction sets. The fastest version is chosen when the program
+// starts. Loops are written so that the compiler vectorises them.
 
 #if defined(BYTEPS_MULTIVERSION)  // set by the build
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -112,14 +112,14 @@ inline uint64_t AnswerBytes(DType t, uint64_t bytes) {
 #define BYTEPS_MULTIVERSION
 #endif
 
-// Functions called by such a loop must be inlined: otherwise they would be compiled once, for the
+// Functions that such a loop calls must be inlined. Otherwise they would be compiled once, for the
 // oldest instruction set.
 #define BYTEPS_INLINE __attribute__((always_inline))
 
 namespace byteps {
 namespace core {
 
-// Conversion of half types to fp32, and back, rounded to nearest even.
+// Conversion of half types to fp32 and back, rounded to nearest even.
 //
 // A half value is in the upper half of a word. The lower half is zero when it is read, and
 // undefined after rounding.
@@ -156,8 +156,8 @@ struct Float16Words {
     const uint32_t exponent = magnitude & (0x1fu << 23);
     const uint32_t normal = magnitude + (112u << 23);
     const uint32_t special = magnitude + (224u << 23);  // infinity and NaN
-    // A subnormal is its mantissa times 2^-24: place it below the implicit bit of 2^-14, and
-    // subtract that bit.
+    // A subnormal is its mantissa times 2^-24. The mantissa is placed below the implicit bit of
+    // 2^-14, and that bit is subtracted.
     const float subnormal = FloatOf(magnitude + (113u << 23)) - FloatOf(113u << 23);
     uint32_t u = exponent == (0x1fu << 23) ? special : normal;
     u = exponent == 0 ? WordOf(subnormal) : u;

@@ -55,7 +55,7 @@ class UsageError : public Error {
   using Error::Error;
 };
 
-// Call after a failed system call. Throws Error "epoll_ctl: Bad file descriptor".
+// Throws Error "epoll_ctl: Bad file descriptor", for example. Call after a failed system call.
 [[noreturn]] inline void ThrowErrno(const char* call, const char* file = __builtin_FILE(),
                                     int line = __builtin_LINE()) {
   throw Error(std::string(call) + ": " + strerror(errno), file, line);
@@ -72,7 +72,7 @@ using byteps::core::ThrowErrno;
 //
 //   BPS_INVARIANT("a block is returned once", in_use_ >= size, "block of " + std::to_string(size));
 //
-// The check is a single predictable branch. The last argument describes what was seen, and is
+// A check costs a single predictable branch. The last argument describes the broken state, and is
 // evaluated only on failure. docs/design/reliability.md lists all invariants by name.
 //
 // A broken invariant ends the job, but not the process. It is logged and counted. Then
@@ -83,7 +83,8 @@ using byteps::core::ThrowErrno;
 
 struct InvariantReport {
   uint64_t count = 0;  // number of invariants broken in this process so far
-  std::string last;    // the last one: "the invariant 'a block is returned once' was broken: ..."
+  // The last one, such as "the invariant 'a block is returned once' was broken: ...".
+  std::string last;
 };
 InvariantReport BrokenInvariants();
 // Returns only the count, without a lock.
@@ -119,9 +120,9 @@ namespace ps {
 //
 //   PS_PROBE(kWindowFull);
 //
-// Without a listener a probe costs the load of a pointer. The simulation (byteps/tests/simulation)
-// counts probes, and its seed decides whether the thread yields or is delayed at a probe, or a
-// fault happens there. `simulate` prints for each probe how many of its jobs have reached it.
+// Without a listener a probe only loads a pointer. The simulation (byteps/tests/simulation) counts
+// probes. Its seed decides whether the thread yields or is delayed at a probe, or a fault happens
+// there. `simulate` prints for each probe how many of its jobs have reached it.
 
 // All probes: the name of each, and its description in tables.
 #define PS_PROBES(X)                                                                   \

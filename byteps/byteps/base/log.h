@@ -19,15 +19,14 @@ namespace byteps {
 namespace core {
 
 // BPS_LOG(severity) << ... replaces upstream's macro in this project's namespaces. Upstream formats
-// a line before it decides whether to log the line, which is too expensive for a line per
-// partition.
+// a line before it decides whether to log it, which is too expensive for a line per partition.
 
 using common::LogLevel;
 using common::LogMessage;
 
 bool IsLogged(LogLevel severity);
 
-// Ends BPS_LOG's expression: binds weaker than <<, stronger than ?:.
+// Ends BPS_LOG's expression: the operator binds weaker than <<, and stronger than ?:.
 struct LogEnd {
   void operator&(const std::ostream& /*line*/) const {}
 };
@@ -61,12 +60,12 @@ using byteps::common::LogMessage;
 // Sets this process's role and rank in log lines. Negative `rank`: unknown.
 void SetLogIdentity(const std::string& role, int rank);
 
-// Writes `text` to the error output, a log line for each of its lines. `severity`: T, D, I, W, E or
+// Writes `text` to standard error, a log line for each of its lines. `severity`: T, D, I, W, E or
 // F. Never waits for the reader: up to 1 MiB of lines is buffered for a slow reader. Further lines
 // are dropped, and their number is logged when there is room again. Thread-safe.
 void WriteLogLine(char severity, const char* file, int line, const std::string& text);
 
-// Waits until the reader of the error output has taken all lines, for at most `seconds`. At exit()
+// Waits until the reader of standard error has taken all lines, for at most `seconds`. At exit()
 // the process waits 0.5 s.
 void FlushLog(double seconds);
 
@@ -74,22 +73,22 @@ void FlushLog(double seconds);
 struct LoggedProblem {
   uint64_t count = 0;  // number of warnings and errors logged so far
   int64_t unix_ms = 0;
-  std::string text;  // without time and source location
+  std::string text;  // text without time and source location
 };
 LoggedProblem LastLoggedProblem();
 
-// Writes to a descriptor without waiting for its reader: a stopped terminal or a hung log collector
+// Writes to a descriptor without waiting for its reader. A stopped terminal or a hung log collector
 // must not stop the threads that move gradients.
 //
 // Write passes on the bytes that the descriptor takes at once. The rest, up to `limit` bytes, is
 // buffered for a thread that exists only while bytes are buffered. When the buffer is full, whole
-// texts are dropped and counted. A LogOutput is never destroyed, since its thread may run until the
-// process ends.
+// texts are dropped and counted. A LogOutput is never destroyed, because its thread may run until
+// the process ends.
 class LogOutput {
  public:
   // The caller owns `fd`, which may later refer to another file. When there is room again after
-  // texts were dropped, `notice` is called with their number, without a lock, and returns a text to
-  // write instead.
+  // texts were dropped, `notice` is called with their number, without a lock. It returns a text,
+  // which is written instead of them.
   LogOutput(int fd, size_t limit, std::function<std::string(uint64_t)> notice);
   LogOutput(const LogOutput&) = delete;
   LogOutput& operator=(const LogOutput&) = delete;
@@ -109,8 +108,8 @@ class LogOutput {
   enum class Kind { kFile, kReopened, kSocket, kOther };
 
   void Look() PS_REQUIRES(mu_);
-  // Writes without blocking. Returns the number of bytes that the descriptor has taken; if its
-  // reader is gone for good, returns `bytes`, as if they were written.
+  // Writes without blocking. Returns the number of bytes that the descriptor has taken. If the
+  // reader is gone for good, returns `bytes`, as if all were written.
   size_t Try(const char* data, size_t bytes) PS_REQUIRES(mu_);
   void Drain();
 
@@ -138,10 +137,10 @@ namespace core {
 
 // Formatting of numbers, times and foreign bytes.
 //
-// Returns "2.5 s".
+// Returns text such as "2.5 s".
 std::string Seconds(double s);
 
-// Returns "0x1f".
+// Returns text such as "0x1f".
 std::string Hex(uint64_t x);
 
 }  // namespace core
@@ -160,12 +159,12 @@ std::string JsonText(const std::string& text);
 std::string CutText(const std::string& text, size_t most);
 
 // Returns untrusted `text` from the network in a form that is safe for logs and terminals: quoted,
-// printable ASCII only, at most `most` bytes of it. So it cannot start a new line or end its
+// printable ASCII only, at most `most` bytes. So the text cannot start a new line or end its
 // quotes.
 std::string ForeignText(const std::string& text, size_t most = 400);
 
-// Returns how to report a refusal for the reason `text`. `authenticated`: the peer belongs to this
-// job.
+// Returns the text that reports a refusal for the reason `text`. `authenticated`: whether the peer
+// belongs to this job.
 std::string RefusedBecause(const std::string& text, bool authenticated);
 
 }  // namespace ps

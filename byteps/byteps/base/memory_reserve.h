@@ -22,8 +22,8 @@ namespace core {
 class MemoryReserve {
  public:
   // Runs `work`. If `work` throws, frees the reserve and calls `failed` with the exception. If
-  // `failed` lacks memory too, calls it again until kPatience has passed. Returns false if `failed`
-  // never succeeded; threads that wait for the work then fail at their own deadlines.
+  // `failed` also lacks memory, calls it again until kPatience has passed. Returns false if
+  // `failed` never succeeded; threads that wait for the work then fail at their own deadlines.
   //
   // (Clang cannot see which locks `work` and `failed` require.)
   template <typename Work, typename Failed>
@@ -79,15 +79,16 @@ class MemoryReserve {
   // Allocates nothing.
   static void SayNothingIsLeft() {
     static constexpr char kText[] = "byteps: there is no memory to say that there is none\n";
-    if (write(STDERR_FILENO, kText, sizeof(kText) - 1) < 0) return;  // no error output either
+    // Standard error cannot be written either.
+    if (write(STDERR_FILENO, kText, sizeof(kText) - 1) < 0) return;
   }
 
   ps::Mutex mu_;
   std::unique_ptr<char[]> bytes_ PS_GUARDED_BY(mu_){new (std::nothrow) char[kBytes]};
 };
 
-// Returns e.g. "1048576 of 2147483648 bytes are free (memory.max of the control group)", for the
-// tightest limit. Throws std::bad_alloc.
+// Returns text about the tightest limit, such as "1048576 of 2147483648 bytes are free (memory.max
+// of the control group)". Throws std::bad_alloc.
 std::string DescribeFreeMemory();
 // Returns how many bytes this process may still allocate, by all known limits.
 uint64_t AvailableMemory();

@@ -1,4 +1,5 @@
-// Locks that clang checks: the code states which lock guards what, and which function needs it.
+// Locks that clang checks: the code states which lock guards which data, and which function needs
+// which lock.
 //
 //   class Counter {
 //    public:
@@ -37,17 +38,17 @@
 #define PS_THREAD_SAFETY(x)
 #endif
 
-// On a member: this lock guards the member or, with PT, the memory that the member points to.
+// For a member: this lock guards the member or, with PT, the memory to which the member points.
 #define PS_GUARDED_BY(mu) PS_THREAD_SAFETY(guarded_by(mu))
 #define PS_PT_GUARDED_BY(mu) PS_THREAD_SAFETY(pt_guarded_by(mu))
-// On a function or lambda: the caller holds these locks (SHARED: for reading).
+// For a function or lambda: the caller holds these locks (SHARED: for reading).
 #define PS_REQUIRES(...) PS_THREAD_SAFETY(requires_capability(__VA_ARGS__))
 #define PS_REQUIRES_SHARED(...) PS_THREAD_SAFETY(requires_shared_capability(__VA_ARGS__))
-// On a function: the caller must not hold these locks, which the function takes.
+// For a function: the caller must not hold these locks, because the function takes them.
 #define PS_EXCLUDES(...) PS_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
-// On a lock: a thread acquires the lock after these locks.
+// For a lock: a thread that needs both acquires this lock after these locks.
 #define PS_ACQUIRED_AFTER(...) PS_THREAD_SAFETY(acquired_after(__VA_ARGS__))
-// On a function that clang cannot analyze; add the reason.
+// For a function that clang cannot analyze. A comment gives the reason.
 #define PS_NO_THREAD_SAFETY_ANALYSIS PS_THREAD_SAFETY(no_thread_safety_analysis)
 
 namespace ps {
@@ -126,10 +127,10 @@ class PS_THREAD_SAFETY(scoped_lockable) ReaderLock {
   SharedMutex* const mu_;
 };
 
-// A condition variable: waits, and releases the caller's lock while it waits. Predicates are called
-// with the lock held. A wait with a time limit returns the last result of its predicate.
+// Condition variable. A wait releases the caller's lock while it waits, and calls predicates with
+// the lock held. A wait with a time limit returns the last result of its predicate.
 //
-// Clang cannot see that `mu` is the lock that a predicate requires. So it does not analyze these
+// Clang cannot see that `mu` is the lock that a predicate requires. So clang does not analyze these
 // functions, but it does analyze predicates and callers.
 class CondVar {
  public:
@@ -171,7 +172,7 @@ class CondVar {
   }
 
  private:
-  // Adapts the caller's lock for the standard library. The caller still holds the lock afterwards.
+  // Adapts the caller's lock for the standard library. Afterwards the caller still holds the lock.
   struct Adopted {
     explicit Adopted(std::mutex& mu) : held(mu, std::adopt_lock) {}
     ~Adopted() { held.release(); }
@@ -186,8 +187,8 @@ class CondVar {
 namespace byteps {
 namespace core {
 
-// A blocking queue for any number of writers and readers. After Close, readers get the remaining
-// items; after these, every Pop returns false at once.
+// Blocking queue for any number of writers and readers. After Close, readers get the remaining
+// items. Then every Pop returns false at once.
 template <typename T>
 class BlockingQueue {
  public:
@@ -207,8 +208,8 @@ class BlockingQueue {
     return Take(item);
   }
 
-  // Pops an item, but gives up after `timeout`. Sets `*timed_out` to whether it has given up, since
-  // it returns false also for a closed queue.
+  // Pops an item. Gives up after `timeout`. Sets `*timed_out` to whether it has given up, because a
+  // closed queue also makes it return false.
   template <typename Rep, typename Period>
   bool PopFor(T* item, std::chrono::duration<Rep, Period> timeout, bool* timed_out) {
     ps::MutexLock lock(&mu_);

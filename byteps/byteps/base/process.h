@@ -1,4 +1,4 @@
-// The process: its clock, its threads' names, and its forks.
+// This process: its clock, the names of its threads, and its forks.
 #ifndef BYTEPS_BASE_PROCESS_H_
 #define BYTEPS_BASE_PROCESS_H_
 
@@ -11,8 +11,8 @@
 namespace byteps {
 namespace core {
 
-// Returns the time in ns of the steady clock, by which intervals are measured. Times of processes
-// on the same host can be compared.
+// Returns the time in ns on the steady clock, which measures intervals. Times of processes on the
+// same host can be compared.
 inline int64_t SteadyNs() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
@@ -33,16 +33,15 @@ namespace ps {
 // Closes a transport's descriptors in forked processes.
 //
 // A forked child has copies of the descriptors, but not the threads that serve them. If the copies
-// stayed open, peers would not notice that the parent has ended before the child has ended, too. So
-// the child closes its copies before fork() returns. (For exec, O_CLOEXEC does the same.)
+// stayed open, peers would not notice the parent's end before the child has ended, too. So the
+// child closes its copies before fork() returns. (For exec, O_CLOEXEC does the same.)
 
 // Returns whether this process was forked while its parent used a transport. If so, this process
-// must not touch the transport: threads that do not exist in this process may hold the transport's
-// locks.
+// must not touch the transport, because its locks may be held by threads that only the parent has.
 bool IsForkedCopy();
 
-// Blocks fork() in all threads, as long as this object exists. Hold one while you create or close a
-// descriptor. Do not allocate memory meanwhile: a waiting fork() may hold the allocator's locks.
+// Blocks fork() in all threads as long as this object exists. Hold one while you create or close a
+// descriptor. Meanwhile do not allocate memory: a waiting fork() may hold the allocator's locks.
 class HoldForks {
  public:
   HoldForks();

@@ -44,7 +44,8 @@ struct UpdateRule {
   };
 
   Algorithm algorithm = kAdamW;
-  // Steps may be speculative (PUSH_TRY): the server keeps the gradients until a step is decided.
+  // Whether steps may be speculative (PUSH_TRY). The server then keeps the gradients until a step
+  // is decided.
   bool speculative = false;
   // Whether GradientSums count the gradients that are zero.
   bool counts_zeros = false;
@@ -54,11 +55,11 @@ struct UpdateRule {
   // Segments in ascending order. Their ends are in values; the last one is the tensor's end.
   std::vector<Segment> segments;
 
-  // Returns the number of fp32 values that a server keeps for each parameter: the parameter itself,
-  // and its moments or momentum.
+  // Returns the number of fp32 values that a server keeps for each parameter: the parameter, and
+  // its moments or momentum.
   uint32_t NumSlots() const;
-  // Returns a text such as "AdamW of 2 groups, 12 bytes of state a parameter". A speculative rule
-  // adds ", and its gradient until a step is kept".
+  // Returns text such as "AdamW of 2 groups, 12 bytes of state a parameter". For a speculative rule
+  // it adds ", and its gradient until a step is kept".
   std::string Describe() const;
   std::string Pack() const;
   // Returns false if `text` is not a rule for a tensor with this many values.
@@ -68,8 +69,9 @@ struct UpdateRule {
 
 // Sums over a partition's counted reduced gradients. On the wire: fp64, little-endian.
 struct GradientSums {
-  double squares = 0;  // sum of squares; not finite if any gradient, counted or not, is not
-  double zeros = 0;    // number of zeros, if the rule counts them
+  // Sum of squares; not finite if any gradient, even an uncounted one, is not finite.
+  double squares = 0;
+  double zeros = 0;  // number of zeros, if the rule counts them
 };
 static_assert(sizeof(GradientSums) == 16);
 
@@ -80,7 +82,7 @@ enum class Verdict : uint8_t {
   kDrop = 2,  // the state remains as before the step
 };
 
-// A step of an optimizer; all members of the group send the same.
+// Step of an optimizer. All members of the group send the same.
 //
 // On the wire, little-endian: u64 number, u64 bits of grad_scale, u8 skip, u32 rates, each: u64
 // times 2, the bits of the learning rate and of the weight decay.
@@ -91,12 +93,13 @@ struct UpdateStep {
     bool operator==(const Rate&) const = default;
   };
 
-  uint64_t number = 1;  // counts from 1, without skipped steps
+  uint64_t number = 1;  // counts from 1; skipped steps do not count
   double grad_scale = 1;
-  bool skip = false;        // nothing is updated
+  bool skip = false;        // whether nothing is updated
   std::vector<Rate> rates;  // by group
 
-  // Returns "step 3 with learning rates 0.1, 0.05, weight decays 0.1, 0, gradients times 1".
+  // Returns text such as "step 3 with learning rates 0.1, 0.05, weight decays 0.1, 0, gradients
+  // times 1".
   std::string Describe() const;
   std::string Pack() const;
   // Returns false if `text` is not a step.
@@ -131,10 +134,10 @@ struct UpdateStep {
 // READ_STATE, with the slot as u32 after the header, write and read the kept state. Without a slot
 // they write and read the rounding errors of a tensor that is summed in blocks with feedback.
 //
-// Blocks: gradients in blocks of few bits are answered with differences in 8-bit blocks, which a
-// worker adds to its parameters (AddDifferences, base/block_codec.h). Servers keep the workers'
-// parameters too, in an extra, last slot. A completed step changes it, and so does LOAD_STATE of
-// slot 0, which sets it to the same parameters, rounded.
+// Blocks: for gradients in blocks of few bits, servers answer with differences in 8-bit blocks,
+// which a worker adds to its parameters (AddDifferences, base/block_codec.h). Servers also keep the
+// workers' parameters, in an extra, last slot. A completed step changes that slot, and so does
+// LOAD_STATE of slot 0, which sets it to the same parameters, rounded.
 //
 // Speculative steps: PUSH_TRY, if the rule allows it, is like PUSH_STEP, but leaves the state
 // unchanged. The answer has the parameters after the step, and the GradientSums. Each member then
@@ -143,25 +146,26 @@ struct UpdateStep {
 // costs no message.
 //
 // Lost servers: if another server may replace a lost one, pushes have kKeepsSums, and the answer to
-// a PUSH_PULL begins with KeptAnswer. A worker without anything to push reports what it has by
-// CONFIRM, with u64 PushHeader::confirmed; the answer has KeptAnswer::with_all as u64. After
-// declaring all tensors to a new server, a worker sends RESUME with the rounds that it may still
-// refer to: a u32 count, then for each tensor its key as u64 and its first round as u32. GIVE_SUM
-// hands over the worker's sums, with PackMembers of the members they lack after the header, and
-// without values if the worker had asked for a part only. The answer has the round as u32 and the
-// sum's serial as u64, 0 if no member lacks it. When all are answered the worker pushes again.
+// a PUSH_PULL begins with KeptAnswer. A worker that has nothing to push reports by CONFIRM, with
+// PushHeader::confirmed as u64; the answer has KeptAnswer::with_all as u64. After a worker has
+// declared all tensors to a new server, it sends RESUME with the rounds that it may still refer to:
+// a u32 count, then for each tensor its key as u64 and its first round as u32. GIVE_SUM hands over
+// one of the worker's sums. After the header it has PackMembers of the members that the sum lacks.
+// It has no values if the worker had asked only for a part. The answer has the round as u32, and
+// the sum's serial as u64, which is 0 if no member lacks the sum. When all GIVE_SUMs are answered,
+// the worker pushes again.
 //
 // Freeing: RELEASE, with a u32 count and u64 keys of tensors, says that the worker no longer uses
-// these tensors; its requests about them have ended. A server frees a tensor when no worker uses
-// it, and answers a RELEASE when it has freed all tensors of the RELEASE. The next tensor with the
-// same name has another key.
+// these tensors, and that its requests about them have ended. A server frees a tensor when no
+// worker uses it. It answers a RELEASE when it has freed all tensors of that RELEASE. The next
+// tensor with the same name has another key.
 //
 // Backups: with BYTEPS_BACKUP_STATE, server r + 1 (modulo the number of servers) is the backup of
 // server r, its primary: it has a copy of the primary's state. recovery/server/backup_link.h
 // describes the messages between the two.
 //
-// Keys: a tensor's key is a hash of its name, the number of earlier tensors with this name, and its
-// group's lowest rank, shifted left by 16. A partition's key is the tensor's key plus the
+// Keys: a tensor's key is a hash of its name, of the number of earlier tensors with this name, and
+// of its group's lowest rank, shifted left by 16. A partition's key is the tensor's key plus the
 // partition's index. So keys depend neither on the order of declarations nor on the number of
 // ranks. If members disagree on anything else in a declaration, or if two names have the same hash,
 // the server gets different declarations with the same key, and refuses them.
@@ -194,34 +198,34 @@ const char* NameOf(KeyHash hash);
 
 constexpr int kPartitionBits = 16;
 constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
-// Flag in a placement: a single server has all partitions. The flag is a part of the protocol.
+// Flag in a placement: a single server has all partitions. The flag is part of the protocol.
 constexpr uint64_t kOnOneServer = 1ull << 63;
 
-// Limits of waiting for the members of slow replicas (docs/design/replicas.md).
+// Limits of the wait for members of slow replicas (docs/design/replicas.md).
 struct Patience {
-  uint32_t replica_ranks = 0;  // workers per replica; 0: there is a single replica, and no limit
+  uint32_t replica_ranks = 0;  // workers per replica; 0: there is only one replica, and no limit
   // Once `quorum` replicas have pushed, the other replicas have `grace_ms` milliseconds left to
   // push. With quorum 0 they have as long as an all-reduce may take.
   uint32_t quorum = 0;
   uint32_t grace_ms = 0;
 
   bool operator==(const Patience& other) const = default;
-  // Returns "quorum 2@1.5".
+  // Returns text such as "quorum 2@1.5".
   std::string Describe() const;
 };
 
-// A tensor that is reduced: all members of its group must agree on everything here.
+// Tensor that is reduced. All members of its group must agree on everything here.
 struct Declaration {
   std::string name;
   uint32_t releases = 0;  // number of earlier tensors with this name that were released
   DType dtype = DType::kFloat32;
   bool average = false;
-  // Servers add pushes in the order of ranks instead of arrival, so a repeated sum has the same
-  // bits. BYTEPS_DETERMINISTIC=1 on a server does the same for all tensors.
+  // Whether servers add pushes in the order of ranks instead of arrival, so that a repeated sum has
+  // the same bits. BYTEPS_DETERMINISTIC=1 on a server does the same for all tensors.
   bool in_order = false;
-  // With blocks (base/block_codec.h): servers add a sum's rounding errors to the next sum.
+  // With blocks (base/block_codec.h): whether servers add a sum's rounding errors to the next sum.
   bool feedback = false;
-  // With blocks: workers and servers round stochastically (BYTEPS_STOCHASTIC_ROUNDING).
+  // With blocks: whether workers and servers round stochastically (BYTEPS_STOCHASTIC_ROUNDING).
   bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
@@ -239,7 +243,7 @@ struct Declaration {
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Returns the bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
-  // Limit of rounds that a worker may have pushed and not completed: as many as hold 1 GiB (16 to
+  // Limit of rounds that a worker may have pushed but not completed: as many as hold 1 GiB (16 to
   // 1,024).
   uint32_t MostRoundsOpen() const;
   // Returns the values in partition `index`.
@@ -249,7 +253,7 @@ struct Declaration {
   // Returns the index of `rank` in the group, or -1.
   int MemberIndex(uint32_t rank) const;
 
-  // Returns "float32, 400 bytes, sum over ranks 0,1".
+  // Returns text such as "float32, 400 bytes, sum over ranks 0,1".
   std::string Describe() const;
   bool operator==(const Declaration& other) const;
 };
@@ -258,14 +262,14 @@ struct Declaration {
 struct PushHeader {
   uint32_t round = 0;        // number of this worker's earlier pushes of this tensor
   uint32_t timeout_ms = 0;   // limit of the worker's wait
-  uint32_t pull_offset = 0;  // start of the range of the sum that the worker wants back, in bytes
+  uint32_t pull_offset = 0;  // start, in bytes, of the range of the sum that the worker wants
   uint32_t pull_bytes = 0;   // length of that range; may be 0
   // The tensor's first open round at the worker, at most `round`. Earlier rounds have ended at the
   // worker, which will not push or ask for them again.
   uint32_t oldest = 0;
-  // kForgetLost and kKeepsSums, equal on all members.
+  // kForgetLost and kKeepsSums. All members set the same flags.
   uint32_t flags = 0;
-  // With kKeepsSums: the worker has this server's answers to all requests with a lower number.
+  // With kKeepsSums: the worker has this server's answers to all requests with lower numbers.
   uint64_t confirmed = 0;
   // The server does not add earlier rounding errors to this partition's sum.
   static constexpr uint32_t kForgetLost = 1;
@@ -280,8 +284,8 @@ struct PushHeader {
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
-// The part of an answer to a worker that keeps the sum (kKeepsSums). On the wire: these fields in
-// this order, little-endian.
+// Part of the answer to a worker that keeps the sum (kKeepsSums). On the wire: these fields in this
+// order, little-endian.
 struct KeptAnswer {
   uint32_t ended = 0;     // the tensor's rounds below this number have ended at all members
   uint64_t serial = 0;    // number of this sum among the sums of this server
@@ -289,12 +293,12 @@ struct KeptAnswer {
   static constexpr size_t kBytes = sizeof(uint32_t) + 2 * sizeof(uint64_t);
 
   std::string Pack() const;
-  // Takes the answer's part from the front of `text`. Returns false if `text` is too short.
+  // Removes a KeptAnswer from the front of `text`. Returns false if `text` is too short.
   static bool Take(std::string* text, KeptAnswer* answer);
 };
 
-// Packs the members (by index) whose values a sum lacks: a bit each, lowest first. Returns "" if
-// the sum lacks no member.
+// Packs the members (by index) whose values a sum lacks, as one bit each, lowest first. Returns ""
+// if the sum lacks no member.
 std::string PackMembers(const std::vector<bool>& members);
 // Returns the indices of the members that `text` packs, for a group of `size` members.
 std::vector<size_t> UnpackMembers(const std::string& text, size_t size);
@@ -342,20 +346,20 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // Returns the partition size for a tensor of `bytes` bytes.
 //
 // All workers push a partition at the same time, and a server has the sum only when it has received
-// all pushes. Until then it sends nothing. To keep that time short, each server gets
-// kPartitionsPerServer partitions of a tensor, if they stay within the limits `smallest` and
+// all pushes. Until then the server sends nothing. To keep that time short, each server gets
+// kPartitionsPerServer partitions of a tensor, if these stay within the limits `smallest` and
 // `largest`, and at most kMaxPartitions in total if `largest` allows. Limits and result are whole
 // pages. Partitions of blocks are multiples of kBlocksOfPartition blocks, which are whole pages of
-// 4 KiB; if `largest` is less, as many whole blocks as fit.
+// 4 KiB. If `largest` is less, a partition has as many whole blocks as fit.
 //
-// If `smallest` is 0, the lower limit is what the link carries in kShortestSeconds, between
-// kLeastSmallest and kMostSmallest; for an unknown link it is kMostSmallest. Small partitions help
-// on slow links: a tensor waits once for its first partition and once for its last, and 128 KiB
-// take 10 ms at 100 Mbit/s.
+// If `smallest` is 0, the lower limit is the number of bytes that the link carries in
+// kShortestSeconds, between kLeastSmallest and kMostSmallest. For an unknown link it is
+// kMostSmallest. Small partitions help on slow links: a tensor waits once for its first partition
+// and once for its last, and 128 KiB take 10 ms at 100 Mbit/s.
 //
 // Partitions are longer on fast links. Each partition costs CPU time, of which kPartitionSeconds
-// are not hidden behind the links, and links idle for the time of a partition. For n bytes per
-// server the total is least with partitions of sqrt(n * rate * kPartitionSeconds) bytes.
+// are not hidden behind the links, and links idle for the time of one partition. For n bytes per
+// server, the total is least with partitions of sqrt(n * rate * kPartitionSeconds) bytes.
 // `link_bytes_per_s`: rate of a worker's link; 0: unknown.
 constexpr uint64_t kPartitionsPerServer = 64;
 constexpr double kPartitionSeconds = 2e-6;

@@ -54,8 +54,8 @@ class RankGroup {
   std::shared_ptr<const Ranks> ranks_;
 };
 
-// Finds groups with equal ranks, so that equal groups in many messages share memory. Does not keep
-// groups alive. Thread-safe.
+// Finds groups with equal ranks, so that equal groups in many messages share memory. It does not
+// keep groups alive. Thread-safe.
 class RankGroups {
  public:
   // Returns a known group with the same ranks. If there is none, returns `group`, which is known

@@ -9,8 +9,8 @@
 
 namespace ps {
 
-// Notices when this process stood still, from the lateness of a thread that wakes up regularly.
-// Times are passed in, for tests. Thread-safe.
+// Notices that this process stood still, by the lateness of a thread that wakes up regularly. Times
+// are passed in, for tests. Thread-safe.
 class StallWatch {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -19,7 +19,7 @@ class StallWatch {
   // Returns this process's watch.
   static StallWatch* Get();
 
-  // A thread calls Tick once in each TickTime(heartbeat), between Begin and End.
+  // The thread calls Tick once in each TickTime(heartbeat), between Begin and End.
   void Begin(Duration heartbeat, Time now);
   void Tick(Time now);
   void End(Time now);
@@ -27,18 +27,18 @@ class StallWatch {
 
   AwakeClock::time_point AwakeAt(Time now);
 
-  // A time in which this process stood still.
+  // Period in which this process stood still.
   struct Stall {
     Duration length{};
     Time ended;
   };
-  // Returns the last stall, or a longer stall that ended just before it. Its length is zero if
-  // there was no stall.
+  // Returns the last stall, or a longer one that ended just before it. The length is zero if there
+  // was no stall.
   Stall LastStall(Time now);
   // Returns the length of the last stall if it ended at most `last` before `now`; otherwise zero.
   Duration StoodStill(Duration last, Time now);
 
-  // Reports the wake-ups of a thread to this process's watch, while it exists.
+  // Reports a thread's wake-ups to this process's watch, as long as this object exists.
   class Feeder {
    public:
     explicit Feeder(double heartbeat_s);
@@ -46,10 +46,10 @@ class StallWatch {
     Feeder(const Feeder&) = delete;
     Feeder& operator=(const Feeder&) = delete;
 
-    // Call when the thread wakes up.
+    // Reports that the thread has woken up.
     void Tick();
-    // Call when the thread begins to wait for an event instead of a time. Until the next Tick, a
-    // late wake-up is then no sign of a pause.
+    // Reports that the thread begins to wait for an event, not for a time. Until the next Tick, a
+    // late wake-up is no sign of a pause.
     void Rest();
     // Returns the time at which the thread must wake up, if it has nothing to do before `wake`.
     Time SleepUntil(AwakeClock::time_point wake) const;
@@ -63,7 +63,7 @@ class StallWatch {
   // Data from which AwakeClock computes its time.
   struct Bounds {
     Time until = Time::max();      // steady time up to which stalls are known
-    Duration lost{};               // steady time that does not count, since it was lost in stalls
+    Duration lost{};               // steady time that was lost in stalls, and does not count
     AwakeClock::time_point floor;  // AwakeClock does not go below this time
     AwakeClock::time_point Awake(Time now) const;
   };
@@ -72,7 +72,7 @@ class StallWatch {
   class SharedBounds {
    public:
     Bounds Load() const;
-    void Store(const Bounds& bounds);  // by one thread at a time
+    void Store(const Bounds& bounds);  // Only one thread at a time may call this.
 
    private:
     std::atomic<Time> until_{Time::max()};

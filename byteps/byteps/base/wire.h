@@ -33,7 +33,7 @@ class WireWriter {
   std::string out_;
 };
 
-// Reads a message from an untrusted sender. Reads past the end return zero and make ok() false.
+// Reads a message from an untrusted sender. A read past the end returns zero, and makes ok() false.
 class WireReader {
  public:
   explicit WireReader(const std::string& in) : in_(in) {}

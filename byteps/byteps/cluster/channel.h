@@ -1,7 +1,7 @@
 // Channel: the connection of a worker or server to the other nodes of its job.
 //
-// Worker and server are independent of transport and membership: they get a Channel, and implement
-// ChannelUser. Session is the production implementation; tests have others.
+// Worker and server know neither transport nor membership: they get a Channel, and implement
+// ChannelUser. Session is the channel of real jobs; tests have others.
 #ifndef BYTEPS_CLUSTER_CHANNEL_H_
 #define BYTEPS_CLUSTER_CHANNEL_H_
 
@@ -16,12 +16,12 @@
 namespace byteps {
 namespace core {
 
-// Node ids, which address messages in ps-lite (session.cc).
+// Returns the node id of a rank. Node ids address messages in ps-lite (session.cc).
 
 int WorkerId(int rank);
 int ServerId(int rank);
 
-// Requires an id from WorkerId or ServerId.
+// Returns the rank of a node id that WorkerId or ServerId has returned.
 int RankOf(int node_id);
 bool IsWorker(int node_id);
 
@@ -30,10 +30,10 @@ bool IsWorker(int node_id);
 struct MessageHead {
   int op = 0;  // an Op
   bool is_request = true;
-  bool failed = false;  // for an answer: the request failed, and the body says why
-  // Both ends are servers (BYTEPS_BACKUP_STATE): each of them sends requests and answers.
+  bool failed = false;  // whether the request failed; the body of the answer then says why
+  // Whether both ends are servers (BYTEPS_BACKUP_STATE). Each of them sends requests and answers.
   bool between_servers = false;
-  // Rank of the other end: a server's on workers and between servers, otherwise a worker's.
+  // Rank of the other end: a server's rank on workers and between servers, otherwise a worker's.
   int peer = -1;
   uint64_t key = 0;
   uint64_t number = 0;  // the worker's number of the request, also in the answer
@@ -42,14 +42,14 @@ struct MessageHead {
 struct Message : MessageHead {
   std::string body;
   SharedBytes values;
-  // Number of bytes of values that the peer has sent. If the values were dropped, this is more than
-  // `values` has: ChannelUser::PlaceFor refused them, or there was no memory. kInPieces if there
-  // were several values, which no valid request or answer has.
+  // Number of bytes of values that the peer has sent. It is more than `values` has if the values
+  // were dropped, because ChannelUser::PlaceFor refused them or memory was short. kInPieces if
+  // there were several values, which no valid request or answer has.
   uint64_t sent_bytes = 0;
   static constexpr uint64_t kInPieces = UINT64_MAX;
-  // For a request: the buffer for the values of the answer, and its size in bytes; null if the
-  // buffer is not known yet. The transport may tell the server the buffer, so that the server need
-  // not ask for it. The buffer must stay valid like a buffer from ChannelUser::PlaceFor.
+  // Buffer for the values of the answer to a request, and its size in bytes. Null if the buffer is
+  // not known yet. The transport may tell the server the buffer, so that the server need not ask
+  // for it. The buffer must stay valid like one from ChannelUser::PlaceFor.
   char* place = nullptr;
   uint64_t place_bytes = 0;
 
@@ -77,7 +77,7 @@ inline Message MakeAnswer(int op, int worker, uint64_t key, uint64_t number, std
   return message;
 }
 
-// Callbacks of a channel. The channel's threads call them, concurrently. No call may block.
+// Callbacks of a channel. The channel's threads call them concurrently. No callback may block.
 class ChannelUser {
  public:
   virtual ~ChannelUser() = default;
@@ -86,17 +86,16 @@ class ChannelUser {
   // node may overtake each other.
   virtual void OnMessage(Message* message) = 0;
 
-  // Returns the buffer for the `bytes` bytes of values that follow `head`; OnMessage then gets
-  // the message with these values. Returns null to use memory of the channel, and
-  // ps::Nowhere() to drop the values (net/link/registration_cache.h); RDMA channels may ignore
-  // the latter. The buffer must stay valid until OnMessage was called for the message, or
-  // Abandon or Stop has returned.
+  // Returns the buffer for the `bytes` bytes of values that follow `head`. OnMessage then gets the
+  // message with these values. Null: use memory of the channel. ps::Nowhere(): drop the values
+  // (net/link/registration_cache.h), which RDMA channels may ignore. The buffer must stay valid
+  // until OnMessage was called for the message, or until Abandon or Stop has returned.
   virtual char* PlaceFor(const MessageHead& /*head*/, size_t /*bytes*/) { return nullptr; }
 
   // Handles an event of the job.
   virtual void OnEvent(const ps::MembershipEvent& event) = 0;
 
-  // Returns this process's report for the scheduler, a packed StatusRecord. Called at each
+  // Returns this process's report for the scheduler, which is a packed StatusRecord. Called at each
   // heartbeat.
   virtual std::string Report() { return ""; }
 };
@@ -106,7 +105,7 @@ class Channel {
   virtual ~Channel() = default;
 
   // Joins the job. Blocks until every node has joined; on the scheduler, only until it listens.
-  // `user` must outlive the channel. Throws Error on failure, and then leaves nothing started.
+  // `user` must outlive the channel. On failure, throws Error and leaves nothing started.
   virtual void Start(ChannelUser* user) = 0;
 
   // Leaves the job, as a worker that will send nothing more. `farewell` gives the reason; see
@@ -120,16 +119,16 @@ class Channel {
   // copy of them. A message to a lost node is dropped; OnEvent reports the loss.
   virtual void Send(const Message& message) = 0;
 
-  // Receives messages that have arrived, in the calling thread, unless a channel thread is
-  // receiving. For a thread that waits for an answer, since to wake another thread takes longer.
-  // Never blocks.
+  // Receives messages that have arrived, in the calling thread, unless a thread of the channel is
+  // receiving. A thread that waits for an answer calls this, because waking another thread takes
+  // longer. Never blocks.
   virtual void ReceiveReady() {}
 
-  // Stops receiving into these bytes (PlaceFor): values in flight are received elsewhere. After the
-  // return, nothing writes to the bytes.
+  // Stops receiving into these bytes (see PlaceFor). Values in flight are received elsewhere. After
+  // the return, nothing writes to the bytes.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
-  // Returns whether sent memory is registered with a device first: see
+  // Returns whether memory is registered with a device before it is sent: see
   // net/link/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
@@ -142,7 +141,7 @@ class Channel {
 
   // On a worker, after Start: whether this worker's replica joins a running job
   // (docs/design/replicas.md). Such a worker calls SayReady when it can take part. The other
-  // workers then call AskToAdmit with the replica's ready epoch, while all of them are between two
+  // workers then call AskToAdmit with the replica's ready epoch, when all of them are between two
   // steps.
   virtual bool is_late() const { return false; }
   virtual void SayReady() {}
@@ -150,7 +149,7 @@ class Channel {
 
   // Called on a server. SayAwaited tells the worker of `rank` that other workers wait for its push
   // of round `round` of the tensor `name`. SayLate asks the scheduler to remove this worker's
-  // replica; `why` completes "the worker ...", as in "had not pushed ...".
+  // replica. `why` completes a sentence that begins with "the worker", as in "had not pushed ...".
   virtual void SayAwaited(int /*rank*/, const std::string& /*name*/, uint32_t /*round*/) {}
   virtual void SayLate(int /*rank*/, const std::string& /*why*/) {}
 
@@ -159,17 +158,17 @@ class Channel {
   // is gone.
   virtual double seconds_to_explain() const { return 5; }
 
-  // Returns whether no scheduler can remove a node now: the scheduler is dead and may return, or it
-  // has just returned and waits for the other nodes.
+  // Returns whether no scheduler can remove a node now: the scheduler has died and may return, or
+  // it has just returned and waits for the other nodes.
   virtual bool lacks_scheduler() const { return false; }
 
   // This node's rank within its role, after Start.
   virtual int rank() const = 0;
 
-  // Returns "server 0 (10.0.0.2:40123)".
+  // Returns text such as "server 0 (10.0.0.2:40123)".
   virtual std::string NameOfServer(int rank) = 0;
   virtual std::string NameOfWorker(int rank) = 0;
-  // Returns "10.0.0.2"; "" if unknown.
+  // Returns text such as "10.0.0.2"; "" if the host is unknown.
   virtual std::string HostOfServer(int /*rank*/) { return ""; }
 };
 

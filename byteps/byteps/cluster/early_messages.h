@@ -1,8 +1,8 @@
 // EarlyMessages: messages that arrive before this node knows its rank in the job.
 //
 // A server that replaces a lost server gets the lost server's rank. Workers may learn this before
-// the new server does, and send to it. If the scheduler dies at that moment, the server never gets
-// that rank, asks for another one, and must drop these messages.
+// the new server does, and send messages to it. If the scheduler dies at that moment, the new
+// server never gets that rank. It then asks for another rank, and must drop these messages.
 #ifndef BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 #define BYTEPS_CLUSTER_EARLY_MESSAGES_H_
 

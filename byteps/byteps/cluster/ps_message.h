@@ -14,7 +14,7 @@ ps::Message ToPs(const Message& message);
 
 // Converts a message of ps-lite that arrived at a node of role `here`. Moves body and values.
 Message FromPs(ps::Message* message, Role here);
-// Converts the head of a message of ps-lite; the head arrives first.
+// Converts the head of a message of ps-lite. The head arrives before the rest.
 MessageHead HeadOf(const ps::Meta& meta, Role here);
 
 }  // namespace core

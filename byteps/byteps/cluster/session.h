@@ -27,9 +27,9 @@ struct SessionOptions {
   int rank = 0;  // rank of a worker
   int num_workers = 1;
   int num_servers = 1;
-  bool rejoin = false;  // for a server that outlived its last job
+  bool rejoin = false;  // whether this is a server that outlived its last job
   std::string gpu;      // PCI bus id of a worker's GPU, "0000:1b:00.0"; "": unknown
-  // Makes a scheduler's policy for losses; null: a loss ends the job.
+  // Makes the scheduler's policy for losses. Null: a loss ends the job.
   std::unique_ptr<ps::RosterPolicy> (*make_roster_policy)(ps::SchedulerMembership*,
                                                           ps::ScheduledJob*) = nullptr;
 };
@@ -49,20 +49,21 @@ struct NotNeededError : public Error {
   using Error::Error;
 };
 
-// The channel of a real job. It wraps ps-lite, which has global state: only one session may be
+// Channel of a real job. It wraps ps-lite, which has global state, so only one session may be
 // started at a time.
 //
 // The session owns its van and membership until it is destroyed. So any thread may call any method
-// even after Stop: then it sends nothing, and returns names, ranks and rates of the last job.
+// even after Stop: then the method sends nothing, and returns names, ranks and rates of the last
+// job.
 class Session : public Channel {
  public:
   Session(const Config& config, const SessionOptions& options);
   ~Session() override;
 
   void Start(ChannelUser* user) override;
-  // Does everything that Start does, except joining; call it instead of Start. If the scheduler
-  // would admit `count` nodes like this one, returns its answer. Returns "" on the scheduler
-  // itself. Throws UsageError, NoSchedulerError, or Error for any other failure.
+  // Does everything that Start does, except joining. Call it instead of Start. Returns the
+  // scheduler's answer if the scheduler would admit `count` nodes like this one. Returns "" on the
+  // scheduler itself. Throws UsageError, NoSchedulerError, or Error for any other failure.
   std::string Probe(ChannelUser* user, int count);
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
@@ -83,7 +84,7 @@ class Session : public Channel {
   std::string HostOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;
 
-  // On a server or the scheduler: see ps::Membership::StopByOrder.
+  // Stops a server or the scheduler: see ps::Membership::StopByOrder.
   void StopByOrder(const std::string& how);
 
   // Returns whether the job has begun and has workers.
@@ -92,7 +93,7 @@ class Session : public Channel {
   // Returns whether peers have received all messages that this node has sent.
   bool AllArrived() const;
 
-  // On the scheduler: the state of the job.
+  // Returns the state of the job, on the scheduler.
   ps::JobView View();
 
   // Host and port at which this node listens.
@@ -100,11 +101,11 @@ class Session : public Channel {
   int port() const;
 
  private:
-  // Takes over the van that the next attempt to join will use, with its new membership.
+  // Takes over the van for the next attempt to join, with its new membership.
   void Adopt(std::shared_ptr<ps::Van> van);
   // The latest van; null before Start.
   std::shared_ptr<ps::Van> van() const;
-  // Returns `ask`'s result for this node's membership; a default value before Start and on the
+  // Returns the result of `ask` for this node's membership; a default value before Start and on the
   // scheduler.
   template <typename Ask>
   auto AskNode(Ask ask) const;
@@ -114,9 +115,9 @@ class Session : public Channel {
   ps::NetSettings Prepare(ChannelUser* user, int probe);
   // Reads the network's settings. Throws UsageError.
   ps::NetSettings ReadSettings() const;
-  // Joins the job. Retries while the scheduler may admit this node later, for
-  // BYTEPS_START_TIMEOUT_S. If lost servers are replaced, a surplus server waits as long as the job
-  // lasts, to replace a server that is lost. When the job has ended, it throws NotNeededError.
+  // Joins the job. Retries for BYTEPS_START_TIMEOUT_S while the scheduler may admit this node
+  // later. If lost servers are replaced, a surplus server waits as long as the job lasts, to
+  // replace a lost one. When the job has ended, throws NotNeededError.
   void Join(ChannelUser* user, ps::NetSettings settings);
 
   const Config config_;
@@ -125,7 +126,7 @@ class Session : public Channel {
   mutable ps::Mutex van_mu_;
   std::shared_ptr<ps::Van> van_ PS_GUARDED_BY(van_mu_);
   bool started_ = false;
-  bool waits_ = false;  // this server waits for the place of a lost server
+  bool waits_ = false;  // whether this server waits for the rank of a lost server
 };
 
 }  // namespace core

@@ -1,5 +1,5 @@
 // Vacancies: times in which a lost server has no successor yet, or the scheduler is missing. In
-// such times no worker counts as late.
+// these times no worker counts as late.
 #ifndef BYTEPS_CLUSTER_VACANCIES_H_
 #define BYTEPS_CLUSTER_VACANCIES_H_
 
@@ -20,7 +20,7 @@ class Vacancies {
   // `channel` must outlive this.
   explicit Vacancies(const Channel* channel) : channel_(channel) {}
 
-  // Record that the server of `rank` is lost, or was replaced.
+  // Records that the server of `rank` was lost, or was replaced.
   void Lost(int rank) {
     ps::MutexLock lock(&mu_);
     ranks_.insert(rank);

@@ -17,17 +17,17 @@ namespace core {
 //
 // A driver serves one caller at a time, and concurrent callers delay each other for longer than
 // their copies take. So only one thread calls the driver, and passes copies in batches. Copies that
-// other threads add during a call go with the next batch. It polls briefly for the copies of a
-// batch, which takes less time, and less CPU time, than a callback by the driver, which wakes two
-// threads.
+// other threads add during a call go with the next batch. The calling thread polls briefly for the
+// copies of a batch. This takes less time and CPU time than a callback by the driver, which wakes
+// two threads.
 //
 // Thread-safe.
 class CopyQueue {
  public:
   struct Entry {
     Copy copy;
-    // Called once, by a thread in Add: the device has the copy, or failed with `error`. After a
-    // failure the copy may still happen, at any time.
+    // Called once, by a thread in Add, when the device has accepted the copy or failed with
+    // `error`. After a failure the copy may still happen, at any time.
     std::function<void(const std::string& error)> begun;
     // Called when the copy is done, perhaps before `begun`: by the driver's thread or a thread in
     // Add. Must not block; see CallWhenDone.
@@ -38,7 +38,7 @@ class CopyQueue {
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
 
-  // Gives the copy to the device, or leaves it to the thread that is doing so now.
+  // Gives the copy to the device, or leaves it to the thread that is giving copies now.
   void Add(Entry entry);
   // Leaves the copy to the thread that is giving copies to the device now, and moves it from
   // *entry. Returns false if there is no such thread.
@@ -58,19 +58,19 @@ class CopyQueue {
 
   // Returns false if there is nothing to give; this thread then stops giving.
   bool TakeBatch(Batch* batch);
-  // Gives the batch to the driver. Does not throw, because this thread goes on with more copies.
+  // Gives the batch to the driver. Does not throw, because this thread goes on with further copies.
   void Give(Batch batch) noexcept;
-  // Waits until the copies are done. If that takes long, asks the driver to report their end
-  // instead.
+  // Tells the entry whether its copy has begun.
   static void TellBegun(const Entry& entry, const std::string& error);
-  // Waits until the copies are done, or the driver is to report them.
+  // Waits briefly until the copies are done. If they take long, asks the driver to report their
+  // end.
   void AwaitOrCall(const std::shared_ptr<const Batch>& batch);
 
   const int device_;
   const CopyLane lane_;
   ps::Mutex mu_;
   Entries waiting_ PS_GUARDED_BY(mu_);
-  bool taken_ PS_GUARDED_BY(mu_) = false;  // a thread gives copies to the device
+  bool taken_ PS_GUARDED_BY(mu_) = false;  // whether a thread gives copies to the device
 };
 
 }  // namespace core

@@ -10,10 +10,10 @@ struct CudaContextObject;
 struct CudaStreamObject;
 struct CudaEventObject;
 
-// Types of CUDA's driver, as in its binary interface: no CUDA header is needed to build.
+// Types of CUDA's driver, as in its binary interface, so that building needs no CUDA header.
 using CudaResult = int;  // 0: success
 using CudaDevice = int;
-using CudaPointer = unsigned long long;  // an address in a GPU's memory
+using CudaPointer = unsigned long long;  // address in a GPU's memory
 using CudaContext = CudaContextObject*;
 using CudaStream = CudaStreamObject*;  // the same object as a cudaStream_t
 using CudaEvent = CudaEventObject*;    // the same object as a cudaEvent_t
@@ -25,9 +25,9 @@ constexpr unsigned kCudaEventDisableTiming = 2;
 constexpr unsigned kCudaStreamNonBlocking = 1;
 constexpr unsigned kCudaWaitValueEqual = 1;
 
-// Driver functions that the engine calls, loaded at run time. All members are set. The names lack
-// the binary interface's version suffix, such as _v2; this table fixes the versions, so a single
-// build serves every driver.
+// Driver functions that the engine calls. They are loaded at run time, and all members are set. The
+// names lack the version suffix of the binary interface, such as _v2. This table fixes the
+// versions, so one build serves every driver.
 struct CudaApi {
   CudaResult (*cuInit)(unsigned flags);
   CudaResult (*cuGetErrorName)(CudaResult error, const char** text);
@@ -60,8 +60,8 @@ const CudaApi& Cuda();
 // error name (CUDA_ERROR_...).
 void CheckCuda(CudaResult result, const char* what);
 
-// Makes `device`'s primary context, which torch uses too, current in the calling thread. `device`
-// is torch's number, among CUDA_VISIBLE_DEVICES. Throws Error.
+// Makes the primary context of `device`, which torch uses, too, current in the calling thread.
+// `device` is torch's number, among CUDA_VISIBLE_DEVICES. Throws Error.
 void PushCudaDevice(int device);
 // Restores the previous context.
 void PopCudaDevice();

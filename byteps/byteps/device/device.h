@@ -9,12 +9,12 @@
 namespace byteps {
 namespace core {
 
-// The GPU as the engine uses it: streams, events, asynchronous copies, pinned memory.
-// device/cuda.cc calls the driver; device/fake.cc simulates a GPU for tests.
+// GPU as the engine uses it: streams, events, asynchronous copies, pinned memory. device/cuda.cc
+// calls the driver; device/fake.cc simulates a GPU for tests.
 //
 // All functions are thread-safe, and throw Error with the driver's text. A stream or event belongs
-// to the device that was current when it was made, and that device must be current in every call
-// with it, except in EventIsDone. To pin memory, some device must be current.
+// to the device that was current when it was made. That device must be current in every call with
+// the stream or event, except in EventIsDone. To pin memory, some device must be current.
 
 constexpr int kCpu = -1;  // device number of host memory
 

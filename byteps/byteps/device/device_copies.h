@@ -15,17 +15,18 @@ namespace core {
 
 // Asynchronous copies between a GPU and pinned host memory.
 //
-// Each direction has a stream: a GPU runs the copies of a direction one after another anyway, and a
+// Each direction has a stream. A GPU runs the copies of a direction one after another anyway, and a
 // partition's copy is long enough to fill PCIe. Callbacks run in another stream, which waits for an
 // event after the copy: a callback blocks its stream, and must not delay the next copy. No thread
 // polls or sleeps in the driver, so none hangs there if the GPU's work never ends (an NCCL kernel
 // whose peer was lost).
 
-// A point in a stream's work; null: the stream was idle. Its event is reused, not destroyed: the
-// last copy may go away inside a driver's callback, where events must not be destroyed.
+// Point in a stream's work. Null: the stream was idle. The event of a moment is reused, not
+// destroyed, because the moment may end inside a driver's callback, where events must not be
+// destroyed.
 using DeviceMoment = std::shared_ptr<void>;
 
-// Lanes of copies. The copies of a lane run one after another.
+// Lanes of copies. Copies of one lane run one after another.
 enum class CopyLane {
   kToHost,
   kFewToHost,    // small copies, which do not wait for long ones
@@ -65,8 +66,8 @@ class DeviceCopies {
   void MakeWait(CopyLane lane, const DeviceMoment& moment);
   // Calls `then` when `copied`, a result of Enqueue, is reached.
   void CallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
-  // Polls briefly first: a short copy takes a fraction of the time until the driver calls. Returns
-  // true if the copies are done; `then` is not called in that case.
+  // Polls briefly, because a short copy takes a fraction of the time until the driver would call.
+  // Returns true if the copies are done; `then` is not called in that case.
   bool AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
   // Returns the moment at which all copies to the device so far are done.
   DeviceMoment CopiedToDevice();
@@ -87,8 +88,8 @@ class DeviceCopies {
 
   DeviceMoment MomentOf(DeviceStream stream);
   DeviceMoment NowIn(DeviceStream stream);
-  // Returns the callback stream for a caller's stream, so that callers do not wait for each other's
-  // work.
+  // Returns the callback stream for a caller's stream. Callers have different ones, so that they do
+  // not wait for each other's work.
   DeviceStream CallsFor(DeviceStream stream);
 
   const int device_;

@@ -1,6 +1,6 @@
-// A simulated GPU for tests: streams are threads, device memory is host memory.
+// Simulated GPU for tests: streams are threads, and device memory is host memory.
 //
-// It is stricter than CUDA: it throws if an event or stream is used while another device is
+// It is stricter than CUDA. It throws if an event or stream is used while another device is
 // current, if a copy uses memory that is not pinned, and at any call from a callback.
 #ifndef BYTEPS_DEVICE_FAKE_H_
 #define BYTEPS_DEVICE_FAKE_H_
@@ -28,7 +28,7 @@ void Synchronize(DeviceStream stream);
 // The calling thread's device.
 int CurrentDeviceNumber();
 void SetCurrentDevice(int device);
-// Makes every call fail, and callbacks not run, while `broken`.
+// While `broken`, makes every call fail and runs no callbacks.
 void SetBroken(bool broken);
 uint64_t PinnedBytes();
 // Number of the process's copies so far, in both directions.

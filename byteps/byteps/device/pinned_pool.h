@@ -17,19 +17,20 @@ namespace core {
 // Bounded pool of pinned host memory for the partitions of GPU tensors.
 //
 // Blocks are powers of two, cut from slabs by halving. Slabs are pinned when tensors are declared,
-// outside of locks that all-reduces need: pinning takes long. They stay until the process ends:
-// unpinning waits for all of the GPU's work, which may never end after a peer was lost.
+// outside of locks that all-reduces need, because pinning takes long. Slabs stay until the process
+// ends, because unpinning waits for all of the GPU's work, which may never end after a peer was
+// lost.
 //
-// No function waits for a block: if none is free, the pool calls the caller back later. So no
-// thread that returns blocks is ever blocked. Every block is returned eventually, because a
-// partition holds it only while its values are copied and sent, or received and copied. None of
-// this waits for another block, a server's window or another worker. A push returns its block
-// before its answer comes, and an answer without a block is received elsewhere.
+// No function waits for a block. If none is free, the pool calls the caller back later. So no
+// thread that returns blocks is ever blocked. Every block is returned eventually: a partition holds
+// it only while its values are copied and sent, or received and copied, and none of this waits for
+// another block, a server's window or another worker. A push returns its block before its answer
+// comes. An answer without a block is received elsewhere.
 
-// A block of the pool. It returns to the pool when its last copy is destroyed, in any thread.
+// Block of the pool. It returns to the pool when its last copy is destroyed, in any thread.
 using PinnedBlock = std::shared_ptr<char>;
 
-// Keeps the block out of the pool for ever: a failed device may still copy to or from the block.
+// Keeps the block out of the pool for ever, because a failed device may still copy to or from it.
 void Keep(const PinnedBlock& block);
 
 // Thread-safe.
@@ -43,8 +44,8 @@ class PinnedPool {
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
-  // Each use has its own memory: an all-reduce holds its blocks while it waits for other workers,
-  // which may wait for a partition of this worker.
+  // Use of a pool. Each use has its own memory: an all-reduce holds its blocks while it waits for
+  // other workers, which may wait for a partition of this worker.
   enum class Use {
     kPartitions,
     kStreamedSums,
@@ -60,11 +61,11 @@ class PinnedPool {
 
   // Returns a block of at least `bytes` bytes (at most `largest`), or null if all are in use.
   PinnedBlock TryTake(uint64_t bytes);
-  // Returns a block. If all are in use it first pins memory for `more` bytes, as far as the limit
+  // Returns a block. If all are in use, first pins memory for `more` bytes, as far as the limit
   // allows. A device must be current.
   PinnedBlock TakeOrPin(uint64_t bytes, uint64_t more);
-  // Returns a block, unless other callers wait for one. If it returns null, the thread that next
-  // returns a block will call `then` with the block. `then` must not block.
+  // Returns a block, unless other callers wait for one. After returning null, calls `then` with a
+  // block, in the thread that next returns one. `then` must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
 
   // Returns the size of the block for this many bytes: a power of two.
@@ -80,11 +81,11 @@ class PinnedPool {
     Then then;
   };
 
-  // Returns the size of the next slab; 0: there is enough, or the limit is reached.
+  // Returns the size of the next slab. 0: there is enough memory, or the limit is reached.
   uint64_t Growth(uint64_t wanted, uint64_t limit) PS_REQUIRES(grow_mu_);
   void Grow(uint64_t bytes) PS_REQUIRES(grow_mu_);
   void SetLimit(uint64_t limit);
-  char* Cut(uint64_t size) PS_REQUIRES(mu_);  // null: there is none
+  char* Cut(uint64_t size) PS_REQUIRES(mu_);  // Cuts off a block. Returns null if there is none.
   // Merges the block with its free other half.
   void PutBack(char* data, uint64_t size) PS_REQUIRES(mu_);
   void Return(char* data, uint64_t size);

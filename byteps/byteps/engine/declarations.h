@@ -1,5 +1,5 @@
-// Declarations: the tensors that a worker sums, from declaration to release, and which of them the
-// servers know.
+// Declarations: the tensors that a worker sums, from declaration to release, and the servers that
+// know them.
 #ifndef BYTEPS_ENGINE_DECLARATIONS_H_
 #define BYTEPS_ENGINE_DECLARATIONS_H_
 
@@ -52,9 +52,9 @@ class Declarations {
   void OnAnswer(uint64_t number, const std::string& error);
 
   // Releases the names of tensors whose groups have this lowest rank. From now on the names can be
-  // declared anew, with any shape. Servers free a tensor when all members have released it; this
-  // worker frees it when its operations have ended. A release also counts if the name was never
-  // declared: members declare the same tensor if they have released its name equally often.
+  // declared anew, with any shape. Servers free a tensor when all members have released it. This
+  // worker frees it when its operations have ended. A release counts even if the name was never
+  // declared, because members declare the same tensor if they have released its name equally often.
   //
   // Keeps the number of releases of each name that was ever released.
   void Release(const std::vector<std::string>& names, uint32_t lowest_rank);
@@ -62,14 +62,14 @@ class Declarations {
   void GiveBack(const std::vector<TensorPtr>& tensors);
   // Records that a server has freed the tensors of release message `number`.
   void OnReleased(uint64_t number);
-  // Repeats the releases that a lost server has not answered. Call when its successor has got this
+  // Repeats the releases that a lost server has not answered. Called when its successor has this
   // worker's declarations and sums.
   void ReleaseAgain(int server);
 
   // Declares all tensors to the successor of a lost server. The thread that receives the answer
-  // calls `then` with the reason if the successor refused, otherwise with "".
+  // calls `then`: with the reason if the successor refused, otherwise with "".
   void TellAgain(int server, std::function<void(const std::string&)> then);
-  // Returns the oldest round that has not ended of every tensor that has begun a round, by key.
+  // Returns, by key, the oldest round that has not ended, for every tensor that has begun a round.
   std::map<uint64_t, uint32_t> OldestRounds();
   // Returns the name of any tensor that servers update, or "".
   std::string AnyUpdated();
@@ -82,7 +82,7 @@ class Declarations {
   // Returns the names of which this worker has not begun the given round.
   std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
   // Adopts the progress of another worker, for names that will be declared, or that are declared
-  // and have begun no round. Releases tensors whose number of releases differs from the adopted
+  // but have begun no round. Releases tensors whose number of releases differs from the adopted
   // one.
   void SetRounds(const ProgressByTensor& progress);
 
@@ -113,7 +113,7 @@ class Declarations {
     std::function<void(const std::string&)> then;  // see TellAgain; null: a thread waits in Declare
   };
 
-  // Tensors that were released by one message to each server.
+  // Tensors that one message to each server has released.
   struct Releasing {
     std::vector<TensorPtr> tensors;
     std::string body;
@@ -121,10 +121,10 @@ class Declarations {
   };
 
   EntryPtr Find(const TensorSpec& spec);
-  // Returns the entries that no thread has declared or declares, and marks them as being declared.
+  // Returns the entries that no thread has declared or is declaring. Marks them as being declared.
   std::vector<EntryPtr> ClaimNew(const std::vector<EntryPtr>& entries);
   void Tell(const std::vector<EntryPtr>& entries);
-  // Begins the use of all these tensors. If another thread has released a tensor in between, throws
+  // Begins the use of all these tensors. If another thread has released one in between, throws
   // UsageError and begins no use.
   void BeginUse(const std::vector<EntryPtr>& entries);
   void EndUse(const std::vector<EntryPtr>& entries);
@@ -133,7 +133,8 @@ class Declarations {
   void SetState(const std::vector<EntryPtr>& entries, State state);
   // Waits until no other thread declares any of these entries. Returns whether all are declared.
   bool AwaitOthers(const std::vector<EntryPtr>& entries);
-  // Counts a release of this id. Returns its tensor if no operation uses it, otherwise null.
+  // Counts a release of this id. Returns its tensor if no operation uses the tensor, otherwise
+  // null.
   TensorPtr ReleaseId(const std::string& id) PS_REQUIRES(mu_);
 
   const uint64_t job_;
@@ -149,7 +150,7 @@ class Declarations {
   std::map<std::string, EntryPtr> entries_ PS_GUARDED_BY(mu_);   // by id
   std::map<uint64_t, Told> told_ PS_GUARDED_BY(mu_);             // by key, until freed
   std::map<std::string, uint32_t> releases_ PS_GUARDED_BY(mu_);  // by id; zeros are left out
-  // Rounds begun of tensors that are not declared yet (SetRounds), by id.
+  // Rounds that tensors have begun which are not declared yet (SetRounds), by id.
   std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_
       PS_GUARDED_BY(mu_);  // declaration messages and their servers, by number

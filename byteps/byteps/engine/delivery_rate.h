@@ -10,19 +10,20 @@ namespace core {
 
 // Measures the rate at which servers receive what a worker pushes.
 //
-// The result is the highest recent rate, because link and servers can sustain that rate. It decays
+// The result is the highest recent rate, because link and servers can sustain it. The rate decays
 // by half within some seconds, but only while partitions wait to be pushed: otherwise a low rate
 // says nothing about the link. Times are in ns of any clock. Not thread-safe.
 class DeliveryRate {
  public:
-  // Starts a measurement: bytes are in flight now, after none were.
+  // Starts a measurement, because bytes are in flight now, and none were before.
   void Begin(int64_t now) {
     begin_ = now;
     bytes_ = 0;
     always_waited_ = true;
   }
 
-  // Records the arrival of `bytes`. `more_wait`: other partitions waited for room in a window.
+  // Records the arrival of `bytes`. `more_wait`: whether other partitions waited for room in a
+  // window.
   void Add(uint64_t bytes, bool more_wait, int64_t now) {
     bytes_ += bytes;
     always_waited_ &= more_wait;
@@ -41,7 +42,8 @@ class DeliveryRate {
   }
 
  private:
-  // Shortest time over which a rate is measured: far above a server's time to acknowledge.
+  // Shortest time over which a rate is measured. It is far longer than a server needs to
+  // acknowledge.
   static constexpr int64_t kSpanNs = 20'000'000;
   static constexpr double kKept = 0.99;
 

@@ -32,16 +32,16 @@
 namespace byteps {
 namespace core {
 
-// A worker in one job: its declarations, its sums, and the threads that move them.
+// Worker in one job: its declarations, its sums, and the threads that move them.
 //
 //   PushPull ─▶ Declarations ─▶ Pusher ─▶ channel ─▶ server
 //                                                      │
 //   Wait ◀── Operations ◀── Puller ◀── channel ◀───────┘
 //
 // Each part has its own lock, held for bookkeeping only: never while values are copied, memory is
-// pinned, or anything is sent.
+// pinned, or messages are sent.
 //
-// Thread-safe, also after Stop; but only one thread calls Start and Stop, each once. Throws Error
+// Thread-safe, even after Stop; but only one thread calls Start and Stop, each once. Throws Error
 // (the job failed) or UsageError (bad call).
 class Engine : public ChannelUser {
  public:
@@ -91,7 +91,7 @@ class Engine : public ChannelUser {
   std::vector<std::string> Awaited();
   // Returns the ranks whose values were missing in any sum since the last call.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
-  // Returns how far this worker has got with each name. SetRounds adopts another worker's progress.
+  // Returns this worker's progress with each name. SetRounds adopts another worker's progress.
   ProgressByTensor Rounds() { return declarations_.Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { declarations_.SetRounds(progress); }
 
@@ -110,8 +110,8 @@ class Engine : public ChannelUser {
   bool IsSmallAndAlone(const Operation& operation);
   void Fail(const std::string& reason);
 
-  // Releases streams that wait for failed sums. Fails the job if no call of the user would
-  // otherwise report the failure.
+  // Releases streams that wait for failed sums. Fails the job if no later call of the user would
+  // report the failure.
   void EndFailedStreams();
   // Stops receiving into the operation's memory. After a failure, call AwaitWriters first.
   void AbandonPlaces(const Operation& operation);
@@ -128,16 +128,17 @@ class Engine : public ChannelUser {
   const double peer_timeout_s_;
   const long loops_;
   bool has_awaited_idle_ = false;
-  std::atomic<bool> is_over_{false};  // the job ended for all nodes: no goodbye is needed
+  // Whether the job ended for all nodes, so that no goodbye is needed.
+  std::atomic<bool> is_over_{false};
   EngineContext context_;
   Declarations declarations_;
   Pusher pusher_;
   Puller puller_;
   ps::Mutex replicas_mu_;
   ps::ReplicaView replicas_ PS_GUARDED_BY(replicas_mu_);
-  // The last round for which other workers were reported to wait for this worker's push, by tensor.
+  // Last round of each tensor for whose push other workers were reported to wait.
   std::map<std::string, uint32_t> awaited_ PS_GUARDED_BY(replicas_mu_);
-  ps::Mutex failing_mu_;  // held until all failed operations are in the timeline
+  ps::Mutex failing_mu_;  // held until the timeline has all failed operations
   std::vector<std::thread> threads_;
 };
 

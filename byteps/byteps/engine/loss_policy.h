@@ -26,27 +26,27 @@ class LossPolicy {
 
   virtual ~LossPolicy() = default;
 
-  // Gives the policy the parts of its engine, which outlive this. Called once, before all other
-  // functions. `fail` ends the job.
+  // Gives the policy the parts of its engine, which outlive the policy. Called once, before all
+  // other functions. `fail` ends the job.
   void Attach(EngineContext* context, Declarations* declarations, Fail fail);
 
   // ----- on a partition's path
 
-  // Whether this worker keeps each sum after it has received it, for a server that may replace a
-  // lost one. If so, answers are not received into the caller's memory.
+  // Returns whether this worker keeps each sum after it has received the sum, for a server that may
+  // replace a lost one. If so, answers are not received into the caller's memory.
   virtual bool keeps_sums() const { return false; }
   // Completes the header of a partition's PUSH_PULL to `server`.
   virtual void Complete(PushHeader* header, int server);
-  // Calls `send`, which records a request to `server` and also sends it if `is_there` is true.
-  // Returns the error of `send`, or "".
+  // Calls `send`, which records a request to `server`, and sends it if `is_there` is true. Returns
+  // the error of `send`, or "".
   virtual std::string Send(int server, const std::function<std::string(bool is_there)>& send);
   // Removes the request that `answer` belongs to. Returns false if no operation waits for it.
   virtual bool TakeRequest(Message* answer, Request* request);
 
   // ----- on the path of declarations
 
-  // Whether a server is lost and not replaced yet. If so, Declarations::ReleaseAgain sends releases
-  // later, to the server's successor.
+  // Returns whether a server is lost and not replaced yet. If so, Declarations::ReleaseAgain later
+  // sends releases to the server's successor.
   virtual bool IsVacant(int server);
   // Called when `server` has freed its part of a released tensor.
   virtual void OnReleased(int server, const Tensor& tensor);
@@ -61,7 +61,7 @@ class LossPolicy {
   // Called every second while operations are in flight.
   virtual void OnTick();
 
-  // Bytes of the sums that this worker keeps.
+  // Returns the bytes of the sums that this worker keeps.
   virtual uint64_t kept_bytes();
 
  protected:

@@ -23,8 +23,8 @@ namespace core {
 
 class StagedSum;
 
-// Times (SteadyNs) at which a traced partition completed its stages; 0: not yet. The thread that
-// works on the partition sets them, except `sent`, which the transport sets at any time.
+// Times (SteadyNs) at which a traced partition has completed its stages; 0: not yet. The thread
+// that works on the partition sets them. The transport sets `sent`, at any time.
 struct PartitionTimes {
   int64_t queued = 0;
   int64_t ready = 0;  // the GPU had computed the values
@@ -50,10 +50,10 @@ class Operation {
   const PushPullRequest request;
   const TensorPtr tensor;  // null: the operation sums nothing
   const Clock::time_point started = Clock::now();
-  // Time at which the current wait began, in awake time of this process. It is set anew when a
-  // server is replaced.
+  // Time at which the current wait began, in awake time of this process. The wait begins anew when
+  // a server is replaced.
   std::atomic<ps::AwakeClock::time_point> awaited_since{ps::AwakeClock::now()};
-  // These four members are set before other threads see this.
+  // These four members are set before other threads see this operation.
   int64_t handle = 0;
   uint32_t round = 0;
   DeviceMoment ready;                 // GPU tensors: the moment at which the values are ready
@@ -61,17 +61,18 @@ class Operation {
   std::vector<PartitionTimes> times;  // by partition; empty if not traced
 
   const std::string& name() const { return request.tensor.name; }
-  // Whether partitions are copied from a GPU individually. (Staged sums lie in host memory.)
+  // Returns whether partitions are copied from a GPU individually. (Staged sums lie in host
+  // memory.)
   bool on_gpu() const { return request.tensor.device != kCpu && !staged && !moves_state(); }
-  // Whether GPU streams wait for the sum, and no host thread.
+  // Returns whether only GPU streams wait for the sum, no host thread.
   bool streams_wait() const { return staged && request.streamed; }
-  // Whether the calling thread copies the whole tensor itself. It does so if the tensor is small
-  // and no other sum was in flight.
+  // Returns whether the calling thread copies the whole tensor itself: the tensor is small, and no
+  // other sum was in flight.
   bool is_copied_by_caller() const { return staged && !request.streamed; }
-  // Whether the output is on the GPU, too.
+  // Returns whether the output is on the GPU, too.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }
-  // Whether the operation starts a new round. A kStep continues the last round.
+  // Returns whether the operation starts a new round. A kStep continues the last round.
   bool begins_round() const { return request.op != kStep && !moves_state(); }
 
   // Ranges of partition `index`, in bytes of the tensor. Whole: all of it. Offered: the range of
@@ -84,12 +85,12 @@ class Operation {
   // Addresses of partition `index` in the input, and of the partition's wanted sum in the output.
   const char* Source(uint64_t index) const;
   char* Target(uint64_t index) const;
-  // The wanted range of `output`.
+  // Returns the wanted range of `output`.
   Part WantedOutput() const;
-  // The range of a partition in its fp32 state.
+  // Returns the range of a partition in its fp32 state.
   Part State(uint64_t index) const;
-  // Coded tensors: Encode fills a partition's input from its values; Decode writes its wanted
-  // values from `blocks`, the blocks of the range that Target names.
+  // Coded tensors: Encode fills a partition's input from the tensor's values. Decode writes the
+  // partition's wanted values from `blocks`, the blocks of the range that Target names.
   bool is_coded() const { return request.coded.count > 0; }
   void Encode(uint64_t index) const;
   void Decode(uint64_t index, const char* blocks) const;
@@ -100,11 +101,11 @@ class Operation {
   // The error, or "". Valid once the operation is done.
   std::string error();
   // Counts a partition whose sum has arrived and is being copied to the GPU. The last arrival wakes
-  // the waiting thread, which then spins until the copy is done: to wake the thread after the copy
+  // the waiting thread, which then spins until the copy is done, because waking it after the copy
   // would take as long as the copy.
   void CountArrival();
-  // Moves a partition to a later stage. A partition enters each stage at most once, in this order;
-  // otherwise throws Error.
+  // Moves a partition to a later stage. A partition enters each stage at most once, in this order.
+  // Otherwise throws Error.
   enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
   void Move(uint64_t index, Stage to);
   bool IsThrough(uint64_t index) { return *StageOf(index) == Stage::kThrough; }
@@ -113,13 +114,14 @@ class Operation {
     *StageOf(index) = Stage::kWaiting;
     awaited_since = ps::AwakeClock::now();
   }
-  // Counts a completed partition. Returns true for the last one: the caller must end the operation.
-  // Throws Error.
+  // Counts a completed partition. Returns true for the last one; the caller must then end the
+  // operation. Throws Error.
   bool CountPartition(uint64_t index);
-  // CountCopyBegun and CountCopyDone count copies to the GPU; for a copy, in either order.
+  // CountCopyBegun and CountCopyDone count copies to the GPU. For one copy, they may be called in
+  // either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
-  // Whether copies to the GPU may be in flight. Valid once all copies have been enqueued.
+  // Returns whether copies to the GPU may be in flight. Valid when all copies have been enqueued.
   bool is_copying() const { return copies_ != 0; }
   // Returns true to the first caller, who must then call End.
   bool ClaimEnd() { return !claimed_.exchange(true); }
@@ -134,8 +136,8 @@ class Operation {
   // Meanwhile calls `receive`, which receives pending messages and must not block.
   bool AwaitEnd(std::chrono::nanoseconds limit, const std::function<void()>& receive);
 
-  // Bracket every write into `output`. If BeginWriting returns false, do not write: the operation
-  // failed, and the caller may have freed the memory.
+  // BeginWriting and EndWriting enclose every write into `output`. If BeginWriting returns false,
+  // do not write: the operation failed, and the caller may have freed the memory.
   bool BeginWriting();
   void EndWriting();
   // Blocks until all writes into `output` have ended. Call after End.
@@ -148,7 +150,7 @@ class Operation {
   std::atomic<Stage>* StageOf(uint64_t index) {
     return more_stages_ ? &more_stages_[index] : &stage_;
   }
-  // Calls `each` and yields, again and again, until the operation has ended or until `until`.
+  // Calls `each` and yields, repeatedly, until the operation has ended or `until` has come.
   void StayAwake(Clock::time_point until, const std::function<void()>& each) const;
 
   std::atomic<Stage> stage_{Stage::kWaiting};          // used if there is one partition
@@ -180,7 +182,7 @@ struct Task {
   uint64_t index = 0;
   int server = 0;
   uint64_t bytes = 0;
-  bool again = false;  // the partition was pushed before, to a server that is lost
+  bool again = false;  // whether the partition was pushed before, to a server that is lost
   Stage stage = kTake;
   PinnedBlock block;  // pinned memory for the values of a GPU tensor
 

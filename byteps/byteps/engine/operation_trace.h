@@ -25,8 +25,8 @@ class OperationTrace {
   // Adds a track for the slices of one thread.
   int AddTrack(const std::string& name);
 
-  // Decides whether to trace an operation. Call after the operation has got its round, and before
-  // other threads see it.
+  // Decides whether to trace an operation. Call when the operation has its round, and before other
+  // threads see it.
   void Begin(Operation* operation);
 
   // Records work on a partition, from `begin` until now.
@@ -34,10 +34,10 @@ class OperationTrace {
              TraceArrow arrow);
   // Announces a copy that CopySlice will record.
   void BeginCopy(const Operation& operation) { Expect(operation); }
-  // Withdraws the announcement of a copy that is not made after all.
+  // Withdraws the announcement of a copy that is not made.
   void DropCopy(const Operation& operation) { Told(operation); }
   // Records a copy that is done now. Its slice begins when the copy was enqueued (`enqueued`), or
-  // when the previous copy in this direction was done, whichever is later.
+  // when the previous copy in this direction was done, if that was later.
   void CopySlice(const Operation& operation, uint64_t index, bool to_host, int64_t enqueued);
   // Records all stages of a partition. `done`: time at which the partition's sum was there; 0 if
   // the partition failed.

@@ -25,8 +25,8 @@ class Operations {
   // The arguments outlive this.
   Operations(WorkerCounters* counters, SpeedMeter* speed);
 
-  // `give_back` is called with each released tensor whose last operation has ended. Call before the
-  // first Begin.
+  // Sets the function that is called with each released tensor when its last operation has ended.
+  // Call before the first Begin.
   void SetGiveBack(std::function<void(const TensorPtr&)> give_back) {
     give_back_ = std::move(give_back);
   }
@@ -76,7 +76,8 @@ class Operations {
   using RunningSet = std::set<OperationPtr, BeganBefore>;
 
   void Remove(const OperationPtr& operation);
-  // Adds the time in which any operation was running to the counters. Call after the last ended.
+  // Adds to the counters the time in which any operation was running. Call when the last one has
+  // ended.
   void CountBusy() PS_REQUIRES(mu_);
   // Updates the tensor's open rounds.
   static void EndRound(const Operation& operation);
@@ -86,7 +87,7 @@ class Operations {
   std::function<void(const TensorPtr&)> give_back_ = [](const TensorPtr&) {};
 
   ps::Mutex mu_;
-  // Separate variables, so that a sleeping thread is not woken with every sum.
+  // These are separate, so that not every sum wakes a sleeping thread.
   ps::CondVar began_;       // the first operation began, or the job failed
   ps::CondVar ended_;       // the last operation ended, or the job failed
   ps::CondVar failed_job_;  // the job failed, or a streamed operation

@@ -1,4 +1,4 @@
-// Plan: decides how a tensor is cut into partitions, and which server sums which partition, before
+// Plan: decides how a tensor is cut into partitions, and which server sums each of them, before
 // anything is sent.
 #ifndef BYTEPS_ENGINE_PLAN_H_
 #define BYTEPS_ENGINE_PLAN_H_
@@ -21,7 +21,8 @@ struct TensorSpec {
   std::string name;
   DType dtype = DType::kFloat32;
   uint64_t bytes = 0;
-  uint64_t piece_of = 0;  // bytes of the whole tensor, if this is a piece of another one; or 0
+  // Bytes of the whole tensor if this is a piece of another one, otherwise 0.
+  uint64_t piece_of = 0;
   bool average = true;
   bool in_order = false;                             // see Declaration
   bool feedback = false;                             // for blocks: see Declaration
@@ -31,7 +32,7 @@ struct TensorSpec {
   std::shared_ptr<const UpdateRule> rule = nullptr;  // null: servers do not update it
 };
 
-// Thread-safe once SetLink was called; constant from then on.
+// Thread-safe when SetLink was called, because it does not change any more.
 class Plan {
  public:
   Plan(const Config& config, const Launch& launch, int num_servers);
@@ -46,8 +47,8 @@ class Plan {
   uint32_t largest_partition() const { return largest_partition_; }
 
   // Returns the partition bytes of a tensor of `bytes` bytes. `piece_of`: see TensorSpec. A piece
-  // gets partitions as long as its whole tensor would: a partition has a fixed cost, and each
-  // server gets partitions of all pieces.
+  // gets partitions as long as those of its whole tensor, because a partition has a fixed cost, and
+  // each server gets partitions of all pieces.
   uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0,
                           bool updated = false) const;
 
@@ -61,7 +62,7 @@ class Plan {
     std::vector<uint32_t> order;  // partitions in the order in which this worker pushes them
   };
 
-  // Lays out a declaration. Workers start with different servers; otherwise all would send to the
+  // Lays out a declaration. Each worker starts with another server, so that not all send to the
   // same server at once.
   Layout LayOut(const Declaration& declaration) const;
 

@@ -18,16 +18,17 @@ namespace core {
 //
 // The values of a CPU tensor are received straight into the tensor; the receiving thread then only
 // counts the partition. The values of a GPU tensor are received into pinned memory, and a pull loop
-// copies them to the GPU; only one loop at a time copies to a GPU. If values were received into
-// other memory, because the transport could not place them or no pinned memory was free, a pull
-// loop copies them too.
+// copies them to the GPU. Only one loop at a time copies to a GPU. A pull loop also copies values
+// that were received into other memory, because the transport could not place them or no pinned
+// memory was free.
 
 class Puller {
  public:
   // `context` outlives this.
   explicit Puller(EngineContext* context);
 
-  // Implement ChannelUser::PlaceFor and OnMessage, for all answers except those to declarations.
+  // PlaceFor and OnMessage implement those of ChannelUser, for all answers except those to
+  // declarations.
   char* PlaceFor(const MessageHead& head, size_t bytes);
   void OnAnswer(Message* message);
 
@@ -56,19 +57,19 @@ class Puller {
   void OnSum(Message* message, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
-  // For CPU tensors: copies or decodes the values into the output. If the operation has failed,
+  // Copies or decodes the values of a CPU tensor into the output. If the operation has failed,
   // writes nothing and returns false.
   bool CopyToOutput(const Arrived& arrived);
-  // For GPU tensors: enqueues the copy to the GPU, once there is pinned memory.
+  // Enqueues the copy of a GPU tensor's values to the GPU, when there is pinned memory.
   void MoveToDevice(Arrived* arrived, int track);
-  // Leaves the copy from pinned memory to the thread that is handing copies to the GPU at this
-  // moment. Returns false if no thread is: a pull loop then has to copy.
+  // Leaves the copy from pinned memory to the thread that is handing copies to the GPU now. Returns
+  // false if there is none; a pull loop must then copy.
   bool LeaveCopy(const Request& request);
   CopyQueue::Entry CopyOf(const Request& request, int track);
   CopyQueue* QueueOf(const Request& request);
   // Records that a copy to the GPU was enqueued.
   void Begun(const Request& request, int track, int64_t begin);
-  // Counts a completed partition, and ends the operation after the last. Throws Error.
+  // Counts a completed partition. Ends the operation after the last one. Throws Error.
   void Count(const Request& request);
 
   EngineContext* const context_;

@@ -12,20 +12,21 @@
 namespace byteps {
 namespace core {
 
-// The caller's values of a CPU tensor that travels in blocks of few bits (base/block_codec.h). A
+// Caller's values of a CPU tensor that travels in blocks of few bits (base/block_codec.h). A
 // partition is encoded when it is pushed, and decoded when its sum arrives.
 struct CodedValues {
   DType dtype = DType::kFloat32;
   uint64_t count = 0;  // number of values; 0: not coded, the tensor travels as it is
-  uint64_t begin = 0;  // index of the first wanted value; others than [begin, end) stay unchanged
+  // Index of the first wanted value; values outside [begin, end) stay unchanged.
+  uint64_t begin = 0;
   uint64_t end = 0;
   const void* input = nullptr;
   void* output = nullptr;    // may be `input`
   uint16_t* lost = nullptr;  // with feedback: rounding errors, one per value
 };
 
-// A sum to be made. The caller owns the memory, and must not touch it until Wait has returned.
-// After a failed Wait nothing writes into `output`, but the transport may read `input` until Stop.
+// Sum to be made. The caller owns the memory, and must not touch it until Wait has returned. After
+// a failed Wait nothing writes into `output`, but the transport may read `input` until Stop.
 struct PushPullRequest {
   TensorSpec tensor;  // input and output are on tensor.device
   const void* input = nullptr;
@@ -38,8 +39,8 @@ struct PushPullRequest {
   int priority = 0;                // tensors of a higher priority are pushed first
   bool forgets_lost = false;       // tells servers to drop the rounding errors of earlier sums
   DeviceStream stream = nullptr;   // GPU stream; `input` is ready after the stream's work so far
-  // For sums on a GPU: the stream that is passed to WaitFor waits for the sum, and WaitFor returns
-  // at once (engine/staged_sum.h). Ignored if there is too little pinned memory.
+  // For sums on a GPU: WaitFor makes the stream that it is given wait for the sum, and returns at
+  // once (engine/staged_sum.h). Ignored if there is too little pinned memory.
   bool streamed = false;
   // The Op of the requests to servers. kPushPull makes a sum. For a tensor with a rule, op is
   // kPushStep, kPushNorm (`output`: GradientSums of each partition), kPushTry, kStep (for the round

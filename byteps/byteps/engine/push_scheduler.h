@@ -21,24 +21,24 @@ namespace core {
 // window: the number of bytes that may be in flight to the server. The first partition whose server
 // has room goes next, so a slow server does not block partitions of other servers. A partition
 // leaves the window when the transport knows that it has arrived (over RDMA: that it was written).
-// The server's answer comes only after all workers have pushed, so if partitions stayed until the
-// answer, workers with full windows would wait for each other for ever.
+// It does not wait for the server's answer, which comes only after all workers have pushed: workers
+// with full windows would then wait for each other for ever.
 //
 // The window is BYTEPS_SERVER_WINDOW_BYTES. If that is 0, the window is the larger of
 // - two partitions per NIC of this worker. Two keep a link busy while a completion is in flight,
 //   and a partition uses one link;
 // - the server's share of what all servers take in 5 ms, 16 MiB at most. This matters for small
 //   partitions: a busy server takes about 600 us to acknowledge, or longer if it waits for a core.
-//   (16 MiB cover 600 us at 200 Gbit/s.) The share is computed from 16 MiB until the rate is known,
-//   and always over RDMA: a NIC divides the link equally among queue pairs, and each partition
+//   (16 MiB cover 600 us at 200 Gbit/s.) The share is computed from 16 MiB until the rate is known.
+//   Over RDMA it always is: a NIC divides the link equally among queue pairs, and each partition
 //   takes a round trip before it is written, so two partitions cannot keep a slow link busy.
 //
 // Larger windows delay urgent partitions. They also let ranks that share a link drift apart: a rank
 // with more bytes in the link's queue gets more of the link. If that is the first rank on one host
 // and the second on another, the sums of both wait.
 //
-// Equal windows do not prevent the drift for long. So a worker that is ahead of others sends less:
-// if more than half a window of its values wait on a server for the values of other workers, its
+// Equal windows do not prevent the drift for long. So a worker that is ahead of others sends less.
+// If more than half a window of its values wait on a server for the values of other workers, its
 // window shrinks to a quarter, and the other ranks of its host get more of the link.
 //
 // If nothing is in flight to a server, a partition of any size has room. Thread-safe.
@@ -55,20 +55,21 @@ class PushScheduler {
   // Queues tasks of one priority, in this order.
   void Add(int priority, std::vector<Task> tasks);
   // Queues a task, unless its server has room now. In that case returns true: the task counts in
-  // the window, and the caller must send it.
+  // the window, and the caller must send the task.
   bool AddOrTake(int priority, Task task);
   // Puts a taken task back, once it is ready for its next stage.
   void Resume(Task task);
 
-  // Blocks until there is a task (returns true) or Close was called (returns false).
+  // Blocks until there is a task, and returns true. Returns false after Close.
   bool Take(Task* task);
 
-  // Records that `bytes` taken for `server` have arrived. Now they wait for other workers' values.
+  // Records that `bytes` taken for `server` have arrived. From now on they wait for other workers'
+  // values.
   void Deliver(int server, uint64_t bytes);
   // Records that `server` has answered pushes of `bytes`. May be called before their Deliver.
   void Answer(int server, uint64_t bytes);
-  // Removes `bytes` taken for `server` from all counts, because they will never arrive, or their
-  // answer no longer matters.
+  // Removes `bytes` taken for `server` from all counts, because they will never arrive, or because
+  // their answer no longer matters.
   void Return(int server, uint64_t bytes);
 
   // Empties the queues, and returns their tasks. Tasks that were taken are not affected.
@@ -102,17 +103,19 @@ class PushScheduler {
     std::optional<Order> listed;  // order of the server's first task, if that task is in going_
   };
 
-  // Returns a server's window, if partitions have `bytes` bytes and all windows together `all`.
+  // Returns the window of a server. `bytes`: size of partitions; `all`: size of all windows
+  // together.
   uint64_t WindowFor(uint64_t bytes, uint64_t all) const PS_REQUIRES(mu_);
-  // Sum of all windows, unless two partitions per NIC need more.
+  // Returns the sum of all windows, unless two partitions per NIC need more.
   uint64_t WindowOfAll() const PS_REQUIRES(mu_);
   bool HasRoom(const Server& server, uint64_t bytes) const PS_REQUIRES(mu_);
   // Lists the server in going_ if and only if its first task may go.
   void Update(int number) PS_REQUIRES(mu_);
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
-  // Whether to wake a thread for this server's first task. Small room in a large window does not
-  // wake a thread for each partition; the next partition that leaves the window asks again.
+  // Returns whether to wake a thread for this server's first task. A little room in a large window
+  // does not wake a thread for each partition: the next partition that leaves the window asks
+  // again.
   bool IsWorthWaking(const Server& server) const PS_REQUIRES(mu_);
   // Removes bytes from the window. Returns whether to wake a thread for the server's next task.
   bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);

@@ -17,7 +17,7 @@ namespace core {
 //                                     │   │ copy: enqueue the copy, go on with another partition
 //                                     └───┘ send: when the copy is done
 //
-// A GPU tensor enters the scheduler when its values are ready, since a tensor that is still being
+// A GPU tensor enters the scheduler when its values are ready, because a tensor that is still being
 // computed must not occupy a window or the copy stream. A CPU tensor is sent from its own memory. A
 // streamed sum is sent from pinned memory, to which the calling thread has enqueued the copies.
 
@@ -36,16 +36,16 @@ class Pusher {
  private:
   // Queues or sends partitions whose values are ready.
   void AddReady(const OperationPtr& operation, std::vector<Task> tasks);
-  // Takes a task through as many stages as possible now. If a stage throws, fails the operation
-  // instead of throwing.
+  // Takes a task through as many stages as possible now. If a stage throws, fails the operation;
+  // does not throw.
   void Advance(Task task, int track);
   void PrepareFromDevice(Task task, int track);
   void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
-  // Whether requests may tell servers the destinations of sums in advance.
+  // Returns whether requests may tell servers the destinations of sums in advance.
   bool OffersPlaces(const Operation& operation) const;
-  // Records a request, and sends it if `is_there` (otherwise the server is lost). Returns an error
-  // or "".
+  // Records a request. Sends it if `is_there`, which is false if the server is lost. Returns an
+  // error or "".
   std::string SendNow(const Task& task, int track, bool is_there);
   void Fail(const Task& task, const std::string& error);
   void Drop(const Task& task);

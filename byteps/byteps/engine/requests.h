@@ -33,18 +33,18 @@ class Requests {
  public:
   // Adds a request and returns its number, which the answer carries.
   uint64_t Remember(Request request);
-  // Removes a request. If there is no such request, returns false after Clear, and throws Error
-  // before.
+  // Removes a request. If there is no such request, throws Error; after Clear, returns false.
   bool Take(uint64_t number, Request* request);
   // Copies a request, and does not remove it. Returns false if there is no such request.
   bool Peek(uint64_t number, Request* request);
-  // Keeps the memory that receives the answer. Returns false if there is no such request.
+  // Makes the request hold the memory that receives the answer. Returns false if there is no such
+  // request.
   bool KeepBlock(uint64_t number, PinnedBlock block);
 
-  // Call before the first request to use FirstOpen and HasOpen.
+  // Enables FirstOpen and HasOpen. Call before the first request.
   void Track() { tracks_ = true; }
-  // Number of the oldest request that `server` has not answered; the number of the next request if
-  // it has answered all.
+  // Returns the number of the oldest request that `server` has not answered. If it has answered
+  // all, returns the number of the next request.
   uint64_t FirstOpen(int server);
   bool HasOpen(int server);
 

@@ -16,10 +16,10 @@
 namespace byteps {
 namespace core {
 
-// Admits as many rounds of a tensor as servers keep open. Later rounds wait until an earlier round
+// Admits as many rounds of a tensor as servers keep open. Later rounds wait until an earlier one
 // has ended, with success or not. A waiting round occupies no thread, no server window and no
-// pinned memory. Members cannot deadlock: the oldest round that any member has open is within the
-// window of every member.
+// pinned memory. Members cannot deadlock, because the oldest round that any member has open is
+// within the window of every member.
 //
 // Thread-safe.
 class RoundWindow {
@@ -32,9 +32,10 @@ class RoundWindow {
   // Sets the number of rounds that servers keep open. Call before the first push.
   void SetSize(uint32_t rounds) { size_ = rounds; }
 
-  // Whether a round may be pushed now.
+  // Returns whether a round may be pushed now.
   bool Admits(uint32_t round) const {
-    // The difference is signed: a round that failed may be older than every round in flight.
+    // The difference is signed, because a round that failed may be older than every round in
+    // flight.
     return static_cast<int32_t>(round - *oldest_) < static_cast<int32_t>(size_);
   }
 
@@ -44,7 +45,7 @@ class RoundWindow {
     push();
   }
 
-  // Call after *oldest has grown.
+  // Pushes rounds that are admitted now. Call when *oldest has grown.
   void Advance() {
     std::vector<Push> admitted;
     {

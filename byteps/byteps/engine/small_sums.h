@@ -19,8 +19,8 @@ class SmallSums {
   SmallSums(const SmallSums&) = delete;
   SmallSums& operator=(const SmallSums&) = delete;
 
-  // Adds a sum, and drops the oldest sums if their copies are done. `made`: the moment at which the
-  // copies of the added sum are done.
+  // Adds a sum. Drops the oldest sums whose copies are done. `made`: the moment at which the copies
+  // of the added sum are done.
   void Add(const OperationPtr& operation, DeviceMoment made);
 
  private:

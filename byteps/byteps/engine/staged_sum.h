@@ -1,6 +1,6 @@
 // Sum of a GPU tensor that lies in pinned memory as a whole, from the copy to the host until the
-// copy back to the GPU. Between these copies the engine treats it like the sum of a CPU tensor: it
-// pushes from the pinned memory and receives into it. There are two kinds of staged sums.
+// copy back to the GPU. Meanwhile the engine treats it like the sum of a CPU tensor: it pushes from
+// the pinned memory and receives into it. There are two kinds of staged sums.
 //
 // A streamed sum has any size. Streams wait for it, and no thread does:
 //
@@ -9,14 +9,14 @@
 //   engine:   sets the words
 //
 // Between PushPull and the end no engine thread calls the driver. While a stream waits, another
-// thread may be inside the driver to load a kernel or to free memory; the driver then waits until
+// thread may be inside the driver to load a kernel or to free memory. The driver then waits until
 // all streams are idle, and blocks every thread that enqueues a copy. A sum that needed such a copy
-// would deadlock. Copies that were enqueued before proceed, and so do callbacks of the driver.
+// would deadlock. Copies that were enqueued before go on, and so do callbacks of the driver.
 //
-// A sum is treated as small if no other operation is in flight. The thread that calls PushPull
-// copies the whole tensor with one or two driver calls, before PushPull returns; the thread that
-// waits for the sum copies it back. So no engine thread has to be woken for a copy, which would
-// take as long as sending several partitions over a fast link.
+// A sum counts as small if no other operation is in flight. The thread that calls PushPull copies
+// the whole tensor with one or two driver calls, before PushPull returns. The thread that waits for
+// the sum copies it back. So no engine thread has to be woken for a copy, which would take as long
+// as sending several partitions over a fast link.
 #ifndef BYTEPS_ENGINE_STAGED_SUM_H_
 #define BYTEPS_ENGINE_STAGED_SUM_H_
 
@@ -43,8 +43,8 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Size limit of a small sum, in bytes.
   static constexpr uint64_t kSmall = 1 << 20;
 
-  // Bytes of the largest block that sums take from a pool of `limit` bytes. Neighbouring partitions
-  // share a block, so that one call of the driver copies them.
+  // Returns the bytes of the largest block that sums take from a pool of `limit` bytes.
+  // Neighbouring partitions share a block, so that one call of the driver copies them.
   static uint64_t LargestBlock(uint64_t limit, uint64_t largest_partition);
   // Makes a sum with pinned memory for all partitions. Returns null if the pool has too little
   // memory. Call before any other thread sees the operation.
@@ -61,28 +61,28 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Copies a small sum whose values are ready. Returns true if the copy is done. If the copy takes
   // long, returns false, and the driver's thread calls `copied` later.
   bool CopyToHostNow(const std::function<void()>& copied);
-  // Whether the values of any partition were copied to the host, and so can be pushed.
+  // Returns whether values of any partition were copied to the host, so that they can be pushed.
   bool has_copied() const { return has_copied_; }
-  // Returns a guard to hold while the memory is being sent. Returns null if the sum failed: do not
-  // send.
+  // Returns a guard to hold while the memory is being sent. Returns null if the sum failed; the
+  // caller must not send then.
   std::shared_ptr<void> BeginSend();
   // Records that a partition's sum has arrived in the partition's pinned memory.
   void Arrive(uint64_t index);
-  // Enqueues the copies back to the GPU; call once. `stream` waits for the sums, or for Fail.
-  // `operation` owns this.
+  // Enqueues the copies back to the GPU. Call once. `stream` waits for the sums, or for Fail.
+  // `operation` owns this object.
   Landing CopyToDevice(const OperationPtr& operation, DeviceStream stream);
   // Enqueues the copies back to the GPU, of a small sum that has arrived. Returns the moment at
   // which the copies are done.
   DeviceMoment CopyBack(DeviceStream stream);
-  // Whether CopyToDevice was called.
+  // Returns whether CopyToDevice was called.
   bool is_awaited() const { return is_awaited_; }
   // Keeps the memory out of the pool for ever.
   void KeepMemory() const;
   // Makes later calls of BeginSend return null, because the operation has failed.
   void BeginFail();
-  // Releases waiting streams, with NaN (-1 for integers) in their sums. Call after BeginFail, once
-  // nothing writes into the memory. Waits until `deadline` for sends in flight. A send that takes
-  // longer may send NaN to a peer; the peer's job has then failed, too.
+  // Releases waiting streams, with NaN (-1 for integers) in their sums. Call after BeginFail, when
+  // nothing writes into the memory any more. Waits until `deadline` for sends in flight. A send
+  // that takes longer may send NaN to a peer; the peer's job has then failed, too.
   void Fail(std::chrono::steady_clock::time_point deadline);
 
  private:
@@ -92,7 +92,7 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
     Operation::Part wanted;
     size_t chunk = 0;
   };
-  // Partitions that are copied together. Chunks are few, since each takes several driver calls.
+  // Partitions that are copied together. Chunks are few, because each takes several driver calls.
   struct Chunk {
     size_t begin = 0;  // range of Plan::Layout::order
     size_t end = 0;
@@ -104,8 +104,8 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   StagedSum(const Operation& operation, std::vector<uint32_t> order);
 
   void Cut(uint64_t bytes);
-  // Returns the copies of a chunk's partitions. A single copy serves partitions that are adjacent
-  // both in the source and in the destination.
+  // Returns the copies of a chunk's partitions. One copy serves partitions that are adjacent both
+  // in the source and in the destination.
   template <typename CopyOf>
   std::vector<Copy> CopiesOf(const Chunk& chunk, CopyOf copy_of) const;
   // Returns the copies from the tensor to the chunk's memory.
@@ -115,7 +115,7 @@ class StagedSum : public std::enable_shared_from_this<StagedSum> {
   // Takes memory for a chunk's partitions; neighbouring partitions share a block. Returns false if
   // the pool has too little memory.
   bool TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool);
-  // Indices of a chunk's partitions, in the order of the tensor.
+  // Returns the indices of a chunk's partitions, in the order of the tensor.
   std::vector<uint32_t> InPlace(const Chunk& chunk) const;
   void OnCopied(size_t chunk);
   void EndSend();

@@ -21,7 +21,7 @@ struct Landing {
   void MakeWait(DeviceStream stream) const;
 };
 
-// Streamed sums that have not ended. The engine watches them, since no thread waits for them.
+// Streamed sums that have not ended. The engine watches them, because no thread waits for them.
 class StreamedSums {
  public:
   void Add(const OperationPtr& operation);

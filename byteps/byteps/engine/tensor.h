@@ -26,11 +26,11 @@ struct Tensor {
   RoundWindow window{&oldest};
   std::atomic<bool> is_released{false};
 
-  // Begin and end a use of the tensor. The name uses the tensor until it is released; a declaration
-  // in flight and each operation use it, too. The last user to end gives the tensor back
-  // (Declarations::GiveBack).
+  // BeginUse and EndUse begin and end a use of the tensor. The name uses the tensor until it is
+  // released; a declaration in flight and each operation use it, too. The last user to end gives
+  // the tensor back (Declarations::GiveBack).
   //
-  // BeginUse returns false if no use is left; no use can begin then.
+  // Returns false if no use is left. No use can begin then.
   bool BeginUse();
   // Returns true if the ended use was the last one.
   bool EndUse() { return users_.fetch_sub(1) == 1; }

@@ -40,29 +40,29 @@ class Worker {
              std::unique_ptr<Channel> channel, std::unique_ptr<LossPolicy> losses);
 
   // Waits for operations in flight (BYTEPS_PEER_TIMEOUT_S at most), leaves the job, and closes the
-  // channel. Does nothing if the worker was not started. `suspend`: the worker will join again.
-  // `failure`: the reason if this process ends without having done its work, otherwise "".
+  // channel. Does nothing if the worker was not started. `suspend`: whether the worker will join
+  // again. `failure`: the reason if this process ends before its work is done, otherwise "".
   void Stop(bool suspend, const std::string& failure = "");
 
-  // Call at the end of the process. Waits for operations in flight, and registers Stop as an exit
+  // Prepares the end of the process: waits for operations in flight, and registers Stop as an exit
   // handler. The handler gets the exit status; a status other than 0 is a failure. The memory of
   // operations must stay valid until the handler runs.
   void StopAtExit();
 
   bool started() { return engine() != nullptr; }
 
-  // Whether pushed values should lie in memory that the transport has registered
+  // Returns whether pushed values should lie in memory that the transport has registered
   // (net/link/registration_cache.h).
   bool RegistersMemory() { return Started()->RegistersMemory(); }
 
-  // Whether the job failed. If so, only Stop may be called.
+  // Returns whether the job failed. If so, only Stop may be called.
   bool failed();
 
-  // Throws Error if the job failed. For callers that never wait for a sum on the host, because
-  // streams wait for it.
+  // Throws Error if the job failed. Needed by callers that never wait for a sum on the host,
+  // because streams wait for it.
   void Check() { Started()->Check(); }
 
-  // Whether streams wait for this sum. Throws UsageError if there is no such handle.
+  // Returns whether streams wait for this sum. Throws UsageError if there is no such handle.
   bool IsStreamed(int64_t handle) { return Started()->IsStreamed(handle); }
 
   // Declares tensors to the servers, all in one message per server, and reserves pinned memory for
@@ -75,9 +75,9 @@ class Worker {
     if (const auto engine = this->engine()) engine->Release(names, lowest_rank);
   }
 
-  // Starts a sum and returns its handle, a positive number. Blocks only if this is the first use of
-  // a name that was not declared. `known` saves the look-up by name: pass a variable that is null
-  // at first, and again the same variable in later calls for this tensor.
+  // Starts a sum and returns its handle, a positive number. Blocks only at the first use of a name
+  // that was not declared. `known` saves the look-up by name: pass a variable that is null at
+  // first, and the same variable in later calls for this tensor.
   int64_t PushPull(const PushPullRequest& request, TensorPtr* known = nullptr) {
     return Started()->PushPull(request, known);
   }
@@ -86,10 +86,11 @@ class Worker {
   // whether the sum has arrived.
   bool Poll(int64_t handle);
 
-  // Blocks until the sum has arrived, and then returns true. Returns false after `limit`. In the
-  // first case, drops the handle, and makes `stream` wait until the sum is on the GPU. If the sum
-  // failed, throws Error, once no thread writes into its output. Throws UsageError if there is no
-  // such handle. The transport may read the input of a failed sum until Stop has returned.
+  // Blocks until the sum has arrived, and returns true. Returns false after `limit`. If the sum has
+  // arrived, drops the handle, and makes `stream` wait until the sum is on the GPU. If the sum
+  // failed, throws Error, when no thread writes into its output any more. Throws UsageError if
+  // there is no such handle. The transport may read the input of a failed sum until Stop has
+  // returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
   // Blocks until the operation has ended, with success or not, for at most `limit`. Returns whether
   // it has ended. Keeps the handle.
@@ -108,12 +109,12 @@ class Worker {
   double LinkGbps() { return Started()->link_gbps(); }
   std::vector<std::string> ServerHosts() { return Started()->ServerHosts(); }
 
-  // Partition size, in bytes, for a tensor of `bytes` bytes.
+  // Returns the partition size, in bytes, for a tensor of `bytes` bytes.
   uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated = false) {
     return Started()->plan().PartitionBytes(dtype, bytes, piece_of, updated);
   }
 
-  // Bytes of this tensor on each server.
+  // Returns the bytes of this tensor on each server.
   std::vector<uint64_t> BytesPerServer(const TensorSpec& spec) {
     return Started()->plan().BytesPerServer(spec);
   }
@@ -128,7 +129,7 @@ class Worker {
   ProgressByTensor Rounds() { return Started()->Rounds(); }
   void SetRounds(const ProgressByTensor& progress) { Started()->SetRounds(progress); }
 
-  // Counters since the process began, and the current lengths of queues.
+  // Returns the counters since the process began, and the current lengths of queues.
   std::vector<Metric> Metrics();
 
  private:

@@ -19,9 +19,9 @@ struct NetSettings {
   tcp::Settings tcp;
   rdma::Settings rdma;
 
-  // Takes the settings from `config`, and reads the job's secret and the files that BYTEPS_TLS_*
-  // name. A caller may override role, counts and rank in `van.membership`, and the local rank and
-  // size. Throws Error that says what to set.
+  // Takes the settings from `config`. Reads the job's secret, and the files that BYTEPS_TLS_* name.
+  // A caller may override role, counts and rank in `van.membership`, and the local rank and size.
+  // Throws Error that says what to set.
   static NetSettings From(const byteps::core::Config& config);
 
   // Limits BYTEPS_START_TIMEOUT_S to `seconds`.

@@ -10,8 +10,8 @@ namespace core {
 // A number that only increases.
 //
 // Counting is a relaxed addition to an atomic, in any thread, so the numbers of a reading may be a
-// few operations apart. The sizes of queues are not counted but read on request. The tables in
-// metrics.cc list all metrics: Prometheus, bps.get_metrics() and the documentation are generated
+// few operations apart. The sizes of queues are not counted, but read on request. The tables in
+// metrics.cc list all metrics. Prometheus, bps.get_metrics() and the documentation are generated
 // from them.
 class Counter {
  public:

@@ -1,9 +1,9 @@
-// HTTP/1.1 server that answers GET requests of unauthenticated clients: metrics, and the
+// HTTP/1.1 server that answers GET requests of unauthenticated clients, for metrics and the
 // scheduler's page.
 //
 // It has a single thread. A connection has one small request and little time. Only a few may be
-// open: beyond that the address with the most connections loses its oldest one (tcp/greeter.h). So
-// neither half a request nor a flood delays a scrape.
+// open: at the limit, the address with the most connections loses its oldest one (tcp/greeter.h).
+// So neither half a request nor a flood delays a scrape.
 #ifndef BYTEPS_OBSERVE_HTTP_SERVER_H_
 #define BYTEPS_OBSERVE_HTTP_SERVER_H_
 
@@ -28,13 +28,13 @@ class HttpServer {
   // Returns the answer for a path, such as "/metrics". Called by the server's thread.
   using Handler = std::function<HttpAnswer(const std::string& path)>;
 
-  // Listens at `port` of each name or address in `hosts`. Those of `optional` may fail. Throws
-  // Error with address and reason. `name` is the thread's.
+  // Listens at `port` of each name or address in `hosts`. Those in `optional` may fail. Throws
+  // Error with address and reason. `name`: name of the thread.
   HttpServer(const std::string& name, const std::vector<std::string>& hosts,
              const std::vector<std::string>& optional, int port, Handler handler);
-  // Waits for a running call of the handler.
+  // Waits until a running call of the handler has ended.
   ~HttpServer();
-  // The port at the first address; chosen by the kernel if 0 was requested.
+  // Returns the port at the first address. If 0 was requested, the kernel has chosen it.
   int port() const;
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;

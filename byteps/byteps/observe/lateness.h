@@ -11,14 +11,14 @@
 namespace byteps {
 namespace core {
 
-// Records which workers the others waited for. Thread-safe.
+// Records for which workers the others have waited. Thread-safe.
 class Lateness {
  public:
   // Records a complete sum. The worker of `rank` pushed last, `wait_ns` after the first.
   void Add(int rank, int64_t wait_ns);
 
-  // Returns the records since the last call: the number of sums, and the workers that caused the
-  // longest waits, at most StatusRecord::kMaxLate.
+  // Returns the records since the last call: the number of sums, and at most StatusRecord::kMaxLate
+  // workers, those that caused the longest waits.
   void Take(uint64_t* sums, std::vector<LateWorker>* worst);
 
  private:

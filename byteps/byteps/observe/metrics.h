@@ -76,24 +76,24 @@ struct Metric {
   std::string help;
   double value = 0;              // value of a counter or gauge
   Histogram::Reading histogram;  // reading of a histogram
-  // The part of the process: an engine thread, an endpoint, a NIC.
+  // Part of the process that the metric is about: an engine thread, an endpoint, a NIC.
   std::vector<std::pair<std::string, std::string>> labels = {};
 };
 
-// Converts counters to metrics. Metrics of the same name are consecutive.
+// Converts counters to metrics. Metrics of the same name are adjacent.
 std::vector<Metric> Tell(const WorkerCounters& counters, const WorkerGauges& gauges);
 std::vector<Metric> Tell(const ServerCounters& counters, const ServerGauges& gauges);
 
-// Traffic of each endpoint, for transports with endpoints.
+// Converts the traffic of each endpoint, for transports with endpoints.
 std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints);
 
-// Traffic of each NIC.
+// Converts the traffic of each NIC.
 std::vector<Metric> Tell(const std::vector<ps::NicReading>& nics);
 
 // Returns the table of all metrics, in Markdown.
 std::string MetricsMarkdown();
 
-// Source of metrics. The server's thread may call both functions at any time.
+// Source of metrics. The metrics server's thread may call both functions at any time.
 struct MetricsSource {
   Role role = Role::kWorker;
   std::function<int()> rank;  // negative: not known yet

@@ -13,9 +13,9 @@ namespace core {
 // Answers GET /metrics until it is destroyed. Destruction waits for running requests.
 class MetricsServer {
  public:
-  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which separates the processes of a host. The
-  // address is BYTEPS_HTTP_HOST, by default loopback and the address at which other nodes reach
-  // this process. Null if the port is 0. Throws UsageError if it cannot listen.
+  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, so that each process of a host has a port.
+  // The address is BYTEPS_HTTP_HOST, by default loopback and the address at which other nodes reach
+  // this process. Returns null if the port is 0. Throws UsageError if it cannot listen.
   static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,
                                              MetricsSource source);
   ~MetricsServer();

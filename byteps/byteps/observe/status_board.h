@@ -17,16 +17,16 @@
 namespace byteps {
 namespace core {
 
-// The scheduler's status of the cluster, as JSON and as text.
+// Scheduler's status of the cluster, as JSON and as text.
 //
-// Keeps each node's latest record, and rates computed from the last two. Thread-safe.
+// It keeps each node's latest record, and rates computed from the last two records. Thread-safe.
 class StatusBoard {
  public:
   // A node counts as silent after `patience_s` seconds without a message.
   StatusBoard(std::string version, double patience_s)
       : version_(std::move(version)), patience_s_(patience_s) {}
 
-  // Sets where the scheduler listens. `view` returns the state of its job.
+  // Sets the address at which the scheduler listens. `view` returns the state of its job.
   void Attach(const std::string& host, int port, std::function<ps::JobView()> view);
   // Stops calling `view`. The last state remains available.
   void Detach();
@@ -34,10 +34,10 @@ class StatusBoard {
   // Takes a node's packed StatusRecord. An unreadable one counts as a problem of the node.
   void OnReport(int node_id, const std::string& report);
 
-  // Forgets the job's nodes: they are gone, and others will come.
+  // Forgets the job's nodes, because they are gone, and others will come.
   void OnGeneration();
 
-  // Returns an object whose members docs/use/observability.md lists.
+  // Returns an object with the members that docs/use/observability.md lists.
   std::string Json();
   // Returns a table for a terminal.
   std::string Text();
@@ -92,7 +92,7 @@ class StatusBoard {
   void NoteProblem(Problem problem) PS_REQUIRES(mu_);
   static Slowest FindSlowest(const std::vector<Row>& rows);
   static std::string NicsJson(const Entry& entry);
-  // Returns a row for each NIC; "" if every node uses a single one.
+  // Returns a row for each NIC; "" if every node uses only one.
   static std::string NicsText(const std::vector<Row>& rows);
 
   const std::string version_;

@@ -10,14 +10,14 @@
 namespace byteps {
 namespace core {
 
-// The scheduler's web page: the nodes in the job, and their activity.
+// Scheduler's web page: the nodes in the job, and their activity.
 //
 // Answers GET / (a page), /status (JSON) and /status.txt (a table) until it is destroyed.
 // Destruction waits for running requests. It is read-only.
 class StatusServer {
  public:
-  // Listens at BYTEPS_STATUS_PORT of BYTEPS_HTTP_HOST. Null if the port is 0. Throws UsageError if
-  // it cannot listen. `board` must outlive it.
+  // Listens at BYTEPS_STATUS_PORT of BYTEPS_HTTP_HOST. Returns null if the port is 0. Throws
+  // UsageError if it cannot listen. `board` must outlive the server.
   static std::unique_ptr<StatusServer> Make(const Config& config, StatusBoard* board);
   ~StatusServer();
   StatusServer(const StatusServer&) = delete;

@@ -1,11 +1,11 @@
-// The timeline: history of each partition, for Perfetto (ui.perfetto.dev).
+// Timeline: the history of each partition, for Perfetto (ui.perfetto.dev).
 //
-// A row shows a partition in a round: on a worker from the push queue to the sum, on a server from
-// a worker's push to its answer. Its stages follow each other without gaps. A slice is the work of
-// a thread. Arrows lead from the worker's push to the server's addition and on to the worker's
-// pull.
+// A row shows a partition in one round: on a worker from the push queue to the sum, on a server
+// from a worker's push to its answer. The stages of a row follow each other without gaps. A slice
+// is the work of a thread. Arrows lead from the worker's push to the server's addition, and on to
+// the worker's pull.
 //
-// Times are CLOCK_REALTIME, so files of hosts with synchronized clocks can be combined.
+// Times are CLOCK_REALTIME, so files of hosts with synchronized clocks can be merged.
 #ifndef BYTEPS_OBSERVE_TRACE_H_
 #define BYTEPS_OBSERVE_TRACE_H_
 
@@ -39,22 +39,22 @@ struct TraceStage {
 
 enum class TraceArrow : char { kNone = 0, kBegins = 's', kPasses = 't', kEnds = 'f' };
 
-// Keeps the first BYTEPS_TRACE_LIMIT (internal) rows and as many slices, and counts the others.
-// Writes its file when the process leaves the job, and earlier once the last round is recorded:
-// a process that is killed never leaves. Thread-safe.
+// Keeps the first BYTEPS_TRACE_LIMIT (internal) rows and as many slices, and counts the others. The
+// file is written when the process leaves the job, and earlier once the last round is recorded,
+// because a process that is killed never leaves. Thread-safe.
 class Tracer {
  public:
   // Returns null if BYTEPS_TRACE_ON is 0. Throws UsageError if BYTEPS_TRACE_DIR cannot be made.
   static std::unique_ptr<Tracer> Make(const Config& config);
   ~Tracer();
 
-  // Sets whose timeline this is, and starts the thread that writes it after the last round.
+  // Sets the role and rank, and starts the thread that writes the file after the last round.
   void Begin(Role role, int rank);
 
   // Returns whether to trace this round of a tensor.
   bool Wants(uint32_t round) const { return round >= first_round_ && round <= last_round_; }
 
-  // Names a track. Returns its number, for AddSlice.
+  // Names a track. Returns the track's number, for AddSlice.
   int AddThread(const std::string& name);
 
   // Adds a row that starts at `begin`. If a stage has not ended, the row ends now and counts as
@@ -66,7 +66,7 @@ class Tracer {
   void AddSlice(const TracedPartition& partition, int thread, const char* name, int64_t begin,
                 TraceArrow arrow);
 
-  // Writes byteps-ROLE-RANK.json; later additions are lost. Files of earlier jobs of this process
+  // Writes byteps-ROLE-RANK.json. Later additions are lost. Files of earlier jobs of this process
   // are kept: the next names end in .2.json, and so on. A failure is logged. Does nothing before
   // Begin.
   void End();
@@ -90,7 +90,7 @@ class Tracer {
 
   explicit Tracer(const Config& config);
 
-  // Body of the thread: writes the file once a second has passed without additions after the last
+  // Body of the thread: writes the file when a second has passed without additions after the last
   // round.
   void Run();
   std::string Json() const PS_REQUIRES(mu_);

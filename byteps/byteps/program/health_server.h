@@ -13,9 +13,9 @@ namespace core {
 // Answers each connection to a Unix socket with a line of text, until it is destroyed.
 class HealthServer {
  public:
-  // Binds `path`, replacing a dead process's socket. The answering thread calls `describe` for each
-  // question; if that hangs there is no answer, so the process counts as unhealthy. Throws
-  // UsageError if it cannot listen.
+  // Binds `path`, and replaces the socket of a dead process. The answering thread calls `describe`
+  // for each question. If `describe` hangs there is no answer, so the process counts as unhealthy.
+  // Throws UsageError if it cannot listen.
   HealthServer(const std::string& path, std::function<std::string()> describe);
   // Removes the socket.
   ~HealthServer();
@@ -32,8 +32,8 @@ class HealthServer {
   std::thread thread_;
 };
 
-// Returns the answer of the process at `path`. Throws Error with the cause if there is none within
-// `timeout_s` seconds.
+// Returns the answer of the process at `path`. If there is none within `timeout_s` seconds, throws
+// Error with the cause.
 std::string AskHealth(const std::string& path, double timeout_s);
 
 }  // namespace core

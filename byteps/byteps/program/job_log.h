@@ -13,14 +13,14 @@ namespace core {
 
 // Log lines of a scheduler or server about its job, with severity INFO.
 //
-// Their number is bounded: the first nodes get a line each, the others are counted every ten
-// seconds.
+// The number of lines is bounded: the first nodes get a line each, and the others are counted every
+// ten seconds.
 
 class JobLog {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `version`: this build's.
+  // `version`: version of this build.
   JobLog(const Config& config, Role role, const char* version);
 
   // Thread-safe.
@@ -31,8 +31,8 @@ class JobLog {
   // Logs, on a server that outlived a job, that it joins the next generation.
   void OnRestart();
 
-  // Logs, on the scheduler, who is missing, and the counted nodes, if it is time.
-  // Returns when to call again.
+  // Logs, on the scheduler, which nodes are missing, and the nodes that were only counted, if it is
+  // time. Returns the time of the next call.
   Clock::time_point Look(const ps::JobView& view, Clock::time_point now);
 
  private:

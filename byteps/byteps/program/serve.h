@@ -38,8 +38,8 @@ void CheckAddress(const Config& config, Role role);
 
 void WarnOfUnknownVariables();
 
-// Implements --check: tests whether this process could join the job, without joining. Prints a line
-// for each test, which begins with "ok" or "WRONG". Returns the exit status.
+// Implements --check: tests whether this process could join the job, without joining. For each test
+// it prints a line that begins with "ok" or "WRONG". Returns the exit status.
 int Check(const Arguments& arguments, const char* version);
 
 // Runs the scheduler or a server until its job ends. Returns the exit status. Throws Error if the

@@ -1,4 +1,4 @@
-// StopOrder: the end of a scheduler or server that got a signal to stop.
+// StopOrder: the end of a scheduler or server that has got a signal to stop.
 #ifndef BYTEPS_PROGRAM_STOP_ORDER_H_
 #define BYTEPS_PROGRAM_STOP_ORDER_H_
 
@@ -9,7 +9,7 @@ namespace byteps {
 namespace core {
 
 // Makes a process that was told to stop wait for the job's workers. A cluster manager stops all
-// processes at once, and workers that save a checkpoint need scheduler and servers until then.
+// processes at once, but workers that save a checkpoint still need scheduler and servers.
 class StopOrder {
  public:
   using Duration = std::chrono::steady_clock::duration;
@@ -37,12 +37,12 @@ class StopOrder {
   // this.
   StopOrder(Process* process, std::string signal, double limit_s);
 
-  // Returns when the process may end. If the job is not over, the result is the reason to tell its
-  // peers: "stopped by SIGTERM". Otherwise it is "".
+  // Waits, then returns, so that the process can end. If the job is not over, returns the reason to
+  // tell its peers, such as "stopped by SIGTERM"; otherwise "".
   std::string Await();
 
  private:
-  // Returns whether to stop waiting: the job is over, or there is no time left.
+  // Returns whether to stop waiting, because the job is over or no time is left.
   bool Ends(Duration deadline);
   template <typename Condition>
   bool WaitUntil(Duration deadline, Condition condition);

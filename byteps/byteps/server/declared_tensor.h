@@ -13,7 +13,7 @@
 namespace byteps {
 namespace core {
 
-// A worker's request to release tensors. It is answered when all these tensors are freed.
+// Request of a worker to release tensors. It is answered when all these tensors are freed.
 struct Releasing {
   int rank = 0;
   uint64_t request = 0;
@@ -25,12 +25,15 @@ struct Releasing {
 struct DeclaredTensor {
   Declaration declaration;
   int declared_by = 0;
-  uint32_t first_round = 0;  // number of the first round here; earlier ones ended at a lost server
-  std::string refusal;       // error for all operations on the tensor; "" if the tensor is valid
-  std::vector<bool> holds;   // members that declared it, and neither released it nor left; by index
-  size_t holders = 0;        // number of true values in `holds`
+  // Number of the first round on this server; earlier rounds ended at a lost server.
+  uint32_t first_round = 0;
+  std::string refusal;  // error for all operations on the tensor; "" if the tensor is valid
+  // Members that have declared the tensor, and neither released it nor left; by index.
+  std::vector<bool> holds;
+  size_t holders = 0;                                 // number of true values in `holds`
   std::vector<std::shared_ptr<Releasing>> releasing;  // requests to release this tensor
-  std::atomic<int> released_by{-1};  // rank that released it last, or -1; read without a lock
+  // Rank that released the tensor last, or -1; read without a lock.
+  std::atomic<int> released_by{-1};
 
   // Sets whether a rank holds the tensor. Does nothing if the rank is no member of the group.
   void SetHold(int rank, bool has) {

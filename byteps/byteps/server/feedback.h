@@ -14,11 +14,13 @@ namespace core {
 // Rounding errors of a partition's last sum, for blocks with feedback. They are part of the job's
 // state: workers write and read them in fp32 by LOAD_STATE and READ_STATE, like optimizer state.
 
-// Whether a request moves rounding errors: LOAD_STATE or READ_STATE of a tensor without a rule.
+// Returns whether a request moves rounding errors: a LOAD_STATE or READ_STATE of a tensor without a
+// rule.
 bool MovesFeedback(int op, const Declaration& declaration);
 
-// Serves a request that passed HasForm. No sum of the partition can complete at that time, since a
-// member reads only after it has the answer to its last push, and loads before its next push.
+// Serves a request that has passed HasForm. No sum of the partition can complete at that time,
+// because a member reads only when it has the answer to its last push, and loads before its next
+// push.
 void MoveFeedback(ServerContext* context, Partition* partition, const Message& message,
                   int64_t received);
 

@@ -28,23 +28,25 @@ struct Partition : std::enable_shared_from_this<Partition> {
   std::unique_ptr<PartitionState> state;  // null if the tensor has no rule
   std::vector<uint16_t> lost;  // rounding errors of the last sum, for blocks with feedback
   // Whether a loss policy holds the partition. No request is then served: the partition collects
-  // requests, with their time of arrival (SumThread::ServeHeld), and ranks that release the tensor
+  // requests with their time of arrival (SumThread::ServeHeld), and ranks that release the tensor
   // (Rounds::LetGo).
   bool is_held = false;
   std::deque<std::pair<Message, int64_t>> held;
   std::vector<int> released_by;
-  bool is_freed = false;   // the tensor was freed: free the partition once it is not held
+  // Whether the tensor was freed, so that the partition is freed when it is not held.
+  bool is_freed = false;
   bool is_listed = false;  // the partition is in Rounds::partitions
   uint32_t first_round = 0;
   std::deque<Round> rounds;
-  // Errors of the last failed rounds, by number, for members that push them later.
+  // Errors of the last failed rounds, by number, for members that push these rounds later.
   std::map<uint32_t, std::string> failures;
   std::unique_ptr<LossNotes> notes;
 
   const Declaration& declaration() const { return tensor->declaration; }
   // Returns the round, or null if the round is over or has not begun.
   Round* Find(uint32_t number) {
-    const uint32_t ahead = number - first_round;  // unsigned: finished rounds are far ahead, too
+    // The difference is unsigned, so finished rounds are far ahead, too.
+    const uint32_t ahead = number - first_round;
     return ahead < rounds.size() ? &rounds[ahead] : nullptr;
   }
 };

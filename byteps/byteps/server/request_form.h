@@ -12,11 +12,11 @@ namespace core {
 
 // Checks requests about a partition against the declaration of the tensor.
 
-// Returns the number of bytes of values in a request of this op. Returns nothing if the tensor does
-// not have the op.
+// Returns the number of bytes of values in a request of this op. Returns nothing if the op is not
+// valid for the tensor.
 std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
 
-// Whether the values and the header of a request fit the declaration.
+// Returns whether the values and the header of a request fit the declaration.
 bool HasForm(const Message& message, const Declaration& declaration, uint64_t index);
 
 }  // namespace core

@@ -19,21 +19,22 @@
 namespace byteps {
 namespace core {
 
-// A worker that waits for an answer, and the range of the sum that it wants, in bytes.
+// Worker that waits for an answer, and the range of the sum that it wants, in bytes.
 struct Caller {
   int rank;
   uint64_t request;
   int op;  // the request's Op
   uint32_t offset = 0;
   uint32_t bytes = 0;
-  bool keeps = false;  // the worker keeps the sum until all members have it
+  bool keeps = false;  // whether the worker keeps the sum until all members have it
   // Times (SteadyNs) at which the push arrived, a thread took it, and its values were added.
   int64_t received = 0;
   int64_t taken = 0;
   int64_t added = 0;
 };
 
-// Return the header of a request, which must have one, and the caller to answer.
+// HeaderOf returns the header of a request, which must have one; CallerOf returns the caller to
+// answer.
 PushHeader HeaderOf(const Message& message);
 Caller CallerOf(const Message& message, int64_t received);
 
@@ -57,13 +58,14 @@ struct Round {
   int64_t first_taken = 0;
   int64_t last_added = 0;
   std::unique_ptr<RoundUpdate> update;  // null if the tensor has no rule
-  bool forgets_lost = false;  // for blocks with feedback: drops rounding errors of earlier sums
-  bool done = false;          // the sum is complete, or the round failed
-  std::string failure;        // the error, if the round failed
+  // For blocks with feedback: whether to drop the rounding errors of earlier sums.
+  bool forgets_lost = false;
+  bool done = false;    // whether the sum is complete, or the round has failed
+  std::string failure;  // the error, if the round failed
   std::unique_ptr<LossNotes> notes;
 
-  // Calls `answer` for each caller, and removes the callers. If `answer` throws, callers that have
-  // no answer yet stay, and still wait.
+  // Calls `answer` for each caller, and removes the callers. If `answer` throws, callers without an
+  // answer stay, and still wait.
   template <typename Answer>
   void AnswerCallers(const Answer& answer) {
     struct Answered {

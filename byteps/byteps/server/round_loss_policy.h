@@ -18,14 +18,14 @@ class SumThread;
 
 // Additions to an answer, besides the values of the sum.
 struct AnswerNotes {
-  std::string lacks;    // PackMembers of the members missing in the sum
+  std::string lacks;    // PackMembers of the members that the sum lacks
   std::string to_keep;  // used instead of `lacks`, for callers that keep the sum
 
   const std::string& Of(const Caller& caller) const { return caller.keeps ? to_keep : lacks; }
 };
 
 // Decides about the rounds of one SumThread when a node is lost. This base class fails the rounds
-// in which a lost worker's push is missing; the policy in recovery/server continues them.
+// that lack a lost worker's push; the policy in recovery/server continues them.
 //
 // Called by the same threads, and with the same lock held, as Rounds. Functions on the path of a
 // request may fail rounds, but must not drop them.
@@ -41,7 +41,7 @@ class RoundLossPolicy {
   // Refuses a request of a worker that takes part in no round. Returns false if the worker does
   // take part.
   virtual bool Refuses(const Partition& /*partition*/, const Message& /*message*/) { return false; }
-  // Answers a push whose round has a sum already. Returns false if the round has none.
+  // Answers a push whose round already has a sum. Returns false if the round has none.
   virtual bool Answers(Partition* /*partition*/, const Message& /*push*/, int64_t /*received*/) {
     return false;
   }
@@ -51,8 +51,8 @@ class RoundLossPolicy {
   virtual void OnPush(Partition* partition, Round* round);
   // Called after a push was added, possibly the last one.
   virtual void OnAdded(Partition* /*partition*/, Round* /*round*/, const Message& /*push*/) {}
-  // Returns whether the update by the summed gradients has to wait. If so, the policy calls
-  // Rounds::Update later.
+  // Returns whether the update by the summed gradients must wait. If so, the policy later calls
+  // Rounds::Update.
   virtual bool Holds(Partition* /*partition*/, Round* /*round*/) { return false; }
   // Returns notes to add to the answers of a round. Called before its callers are answered.
   virtual AnswerNotes Describe(Round* /*round*/) { return {}; }
@@ -66,8 +66,9 @@ class RoundLossPolicy {
 
   // ----- on the path of other requests
 
-  // Return whether a member's step, or the answer to a member that has loaded state, has to wait.
-  // If so, the policy later calls ServeStep or MoveState again, or answers.
+  // HoldsStep and HoldsLoad return whether a member's step, or the answer to a member that has
+  // loaded state, must wait. If so, the policy later calls ServeStep or MoveState again, or
+  // answers.
   virtual bool HoldsStep(Partition* /*partition*/, const Message& /*message*/,
                          const std::string& /*step*/, int64_t /*received*/) {
     return false;
@@ -76,7 +77,7 @@ class RoundLossPolicy {
                          int64_t /*received*/) {
     return false;
   }
-  // Whether another server holds a copy of the state.
+  // Returns whether another server holds a copy of the state.
   virtual bool copies_state() const { return false; }
   // Serves a request that only the policy knows.
   virtual void Serve(Partition* /*partition*/, Message* message) {

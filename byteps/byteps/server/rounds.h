@@ -27,7 +27,7 @@ class SumThread;
 // The rounds of the partitions that one thread serves.
 //
 // A worker numbers its pushes of a tensor. A round is complete when every member of the tensor's
-// group has pushed it. A round never gets values of another round, however far a worker is ahead of
+// group has pushed it. A round never gets values of another one, however far a worker is ahead of
 // others.
 //
 // An operation may fail on a single worker before all its partitions were pushed. So every push
@@ -45,8 +45,8 @@ class Rounds {
 
   using Freed = std::function<void(const Partition&)>;
 
-  // `track`: timeline track. `freed`: called with each freed partition. `thread`: the thread that
-  // calls this object. `losses` makes the loss policy.
+  // `track`: track in the timeline. `freed`: called with each freed partition. `thread`: the thread
+  // that calls this object. `losses`: makes the loss policy.
   Rounds(ServerContext* context, int track, Freed freed, SumThread* thread,
          ServerLossPolicy* losses);
 
@@ -55,14 +55,14 @@ class Rounds {
   // ----- requests
 
   void Push(Partition* partition, Message* message, int64_t received);
-  // Answers the callers of a round. Frees the sum once every member has it.
+  // Answers the callers of a round. Frees the sum when every member has it.
   void Deliver(Partition* partition, Round* round);
   // Handles a release of a tensor by a member. Open rounds that this member has not pushed fail.
   void Release(const DeclaredTensor* tensor, int rank);
   // Frees the partitions of a tensor that all members have released. Calls `freed` with each
-  // partition, now or, if the partition is held, later.
+  // partition: now or, if the partition is held, later.
   void Free(const std::vector<std::shared_ptr<Partition>>& partitions);
-  // Drops the oldest rounds of a partition, as long as they are finished.
+  // Drops the oldest rounds of a partition as long as they are finished.
   void DropDone(Partition* partition);
 
   // ----- failures
@@ -73,22 +73,22 @@ class Rounds {
   // error says how long this process stood still (`stood_still`).
   void FailLate(Clock::time_point as_of, Clock::time_point grace_until,
                 Clock::duration stood_still);
-  // Fails all open rounds of a partition, since a request for it failed half-way.
+  // Fails all open rounds of a partition, because a request for it has failed half-way.
   void FailPartition(Partition* partition, const Message& message, const std::string& error);
-  // Handles a lack of memory for a request: if the request is a push, fails its round.
+  // Handles a lack of memory for a request. If the request is a push, fails its round.
   void FailRoundOf(Partition* partition, const Message& message, const std::string& reason);
 
   void Fail(Partition* partition, Round* round, const std::string& reason);
   // Answers with `reason` every member that has no answer yet. Other members may have got the sum.
   void FailUnanswered(Partition* partition, Round* round, const std::string& reason);
 
-  // The earliest deadline of an open round, or time_point::max().
+  // Returns the earliest deadline of an open round, or time_point::max().
   Clock::time_point FirstDeadline() const;
   void Postpone(Partition* partition, Round* round, Clock::time_point deadline);
 
   // ----- for the loss policy
 
-  // Partitions of this thread: those that were pushed, or that List has added.
+  // Partitions of this thread, which were pushed, or which List has added.
   const std::vector<Partition*>& partitions() const { return partitions_; }
   std::vector<Partition*> WithOpenRounds() const;
   // Adds a partition to this thread's.
@@ -104,18 +104,19 @@ class Rounds {
   void EndWith(Partition* partition, Round* round, SharedBytes sum);
   // Frees the memory of pushes.
   void Clear(Round* round) { round->accumulator.Clear(&scratch_); }
-  // Call when a partition is no longer held. Handles the releases that arrived while the partition
-  // was held, unless it is held again.
+  // Handles the releases that arrived while the partition was held, unless it is held again. Call
+  // when the partition is no longer held.
   void LetGo(Partition* partition);
 
  private:
-  // Ordered by deadline, then partition and round, so that the order does not depend on addresses.
+  // Order of open rounds: by deadline, then by partition and round, so that the order does not
+  // depend on addresses.
   using Deadline = std::tuple<Clock::time_point, uint64_t, uint32_t>;
   static Deadline DeadlineOf(const Partition& partition, const Round& round) {
     return {round.deadline, partition.key, round.number};
   }
 
-  // Returns the round of a push. Returns null if the push may not be added; it was then refused.
+  // Returns the round of a push. Returns null if the push may not be added; it was refused then.
   Round* Admit(Partition* partition, const Message& message);
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
@@ -123,8 +124,8 @@ class Rounds {
   void EndSummed(Partition* partition, Round* round);
   void Finish(Partition* partition, Round* round);
   AdditionRule RuleOf(Partition* partition, Round* round, Chance* chance) const;
-  // Fails rounds before `number` that the member of `rank` has not pushed. These rounds have failed
-  // at this member, which will neither push them nor ask for them again. Keeps all rounds.
+  // Fails rounds before `number` that the member of `rank` has not pushed. They have failed at this
+  // member, which will neither push them nor ask for them again. Keeps all rounds.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
   // Refuses a push of a tensor that another member has released. Returns false if no member has
   // released the tensor.

@@ -12,12 +12,12 @@
 namespace byteps {
 namespace core {
 
-// Memory for accumulators, which is reused instead of allocated for each sum.
+// Memory for accumulators. It is reused, not allocated anew for each sum.
 //
 // A Scratch is a stack of unused blocks. Each SumThread has its own Scratch.
 class Scratch {
  public:
-  // A block of uninitialised bytes. A block is empty after it was moved from.
+  // Block of uninitialised bytes. It is empty after it was moved from.
   class Block {
    public:
     Block() = default;
@@ -45,7 +45,7 @@ class Scratch {
       kept_ -= block.size();
       BPS_INVARIANT("a scratch block has its memory", block.data() != nullptr,
                     "a block of " + std::to_string(block.size()) + " bytes has none");
-      if (block.size() >= size) return block;  // too small blocks are freed
+      if (block.size() >= size) return block;  // blocks that are too small are freed
     }
     return Block(size);
   }
@@ -58,13 +58,13 @@ class Scratch {
       spare_.push_back(std::move(block));
       kept_ += size;
     } catch (const std::bad_alloc&) {
-      // Freeing the block is right if memory is short.
+      // If memory is short, freeing the block is right.
     }
   }
 
  private:
-  // Limit of the bytes of unused blocks; more blocks are freed. It is enough for a few partitions
-  // in flight. To keep blocks for all keys would double a server's memory.
+  // Limit of the bytes of unused blocks. Further blocks are freed. The limit is enough for a few
+  // partitions in flight. Keeping blocks for all keys would double a server's memory.
   static constexpr size_t kMaxKept = 64 << 20;
 
   std::vector<Block> spare_;

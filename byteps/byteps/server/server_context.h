@@ -24,16 +24,16 @@ struct ServerContext {
   // `channel` outlives this.
   ServerContext(const Config& config, Channel* channel);
 
-  // Answers a caller. `error`: why the request failed, or "". `values`: the values of the whole
-  // partition; the caller gets the range of them that it wants. `note`: body of the answer.
+  // Answers a caller. `error`: why the request failed, or "". `values`: values of the whole
+  // partition, of which the caller gets the range that it wants. `note`: body of the answer.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
               const SharedBytes* values = nullptr, const std::string& note = "");
   void Refuse(const Message& request, const std::string& error);
   // Refuses a request whose op this version does not know.
   void RefuseUnknown(const Message& request);
 
-  // Records a round's pushes in the timeline. `answered`: whether their callers are answered now,
-  // or never.
+  // Records a round's pushes in the timeline. `answered`: whether their callers are answered now;
+  // otherwise they never are.
   void TraceRound(const Partition& partition, const Round& round, bool answered);
   // Records the addition of a push in the timeline.
   void TraceAddition(const Partition& partition, const Round& round, const Caller& caller,

@@ -20,14 +20,14 @@ class ServerLossPolicy {
  public:
   virtual ~ServerLossPolicy() = default;
 
-  // Gives the policy its server and the server's context, which outlive this. Called once, before
-  // all other functions.
+  // Gives the policy its server and the server's context, which outlive the policy. Called once,
+  // before all other functions.
   void Attach(SumServer* server, ServerContext* context) {
     server_ = server;
     context_ = context;
   }
-  // Makes the policy for the rounds of one thread. That policy must not outlive this one. Called
-  // for each thread, before the server gets messages.
+  // Makes the policy for the rounds of one thread. It must not outlive this policy. Called for each
+  // thread, before the server gets messages.
   virtual std::unique_ptr<RoundLossPolicy> MakeOfRounds(ServerContext* context, Rounds* rounds,
                                                         SumThread* thread) {
     return std::make_unique<RoundLossPolicy>(context, rounds, thread);
@@ -43,15 +43,14 @@ class ServerLossPolicy {
   // Serves a request that is about no partition, and that only this policy knows. Returns false for
   // all other requests.
   virtual bool Serve(Message* /*message*/) { return false; }
-  // Takes over a request that has to wait for its tensor. Returns false if the request need not
-  // wait.
+  // Takes over a request that must wait for its tensor. Returns false if the request need not wait.
   virtual bool Holds(const DeclaredTensor& /*tensor*/, Message* /*message*/) { return false; }
   // Called when a partition is made, with the server's lock held.
   virtual void OnMade(const std::shared_ptr<Partition>& /*partition*/) {}
-  // Whether a tensor that no worker uses may be freed. Called with the server's lock held.
+  // Returns whether a tensor that no worker uses may be freed. Called with the server's lock held.
   virtual bool MayFree(const DeclaredTensor& /*tensor*/) { return true; }
-  // copies_state: whether servers hold copies of each other's state. has_copy: whether a complete
-  // copy of this server's state exists.
+  // copies_state returns whether servers hold copies of each other's state. has_copy returns
+  // whether a complete copy of this server's state exists.
   virtual bool copies_state() const { return false; }
   virtual bool has_copy() { return false; }
 

@@ -1,9 +1,9 @@
-// The server: adds the values that workers push, and answers with the sums.
+// SumServer: adds the values that workers push, and answers with the sums.
 //
-// Threads of the channel check each request against the declaration of the request's tensor. Each
-// partition belongs to an engine thread (SumThread), which keeps the partition's rounds (Rounds).
-// For a tensor with an UpdateRule the server keeps the parameters, too (updates.h). A sum is sent
-// to all members from the memory into which one of their pushes was received.
+// Threads of the channel check each request against the declaration of its tensor. Each partition
+// belongs to an engine thread (SumThread), which keeps the partition's rounds (Rounds). For a
+// tensor with an UpdateRule, the server also keeps the parameters (updates.h). A sum is sent to all
+// members from the memory into which one of their pushes was received.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
@@ -40,31 +40,31 @@ class SumServer {
   // Joins the threads; unanswered requests stay unanswered. Writes the timeline.
   ~SumServer();
 
-  // Sets this server's rank among the servers, once this server has joined. Before that, rank()
-  // returns -1. Thread-safe.
+  // Sets this server's rank among the servers, when the server has joined. Before, rank() returns
+  // -1. Thread-safe.
   void SetRank(int rank);
   int rank() const { return rank_; }
 
   // Returns the counters since the server was made, and the current gauges. Thread-safe.
   std::vector<Metric> Metrics();
 
-  // Returns a packed StatusRecord for the scheduler. It names the workers that others have waited
-  // for since the last call.
+  // Returns a packed StatusRecord for the scheduler. It names the workers for which others have
+  // waited since the last call.
   std::string Report();
 
   // Number of sums that only some members have pushed. Thread-safe.
   uint64_t OpenRounds() const { return context_.open_rounds; }
 
-  // Returns whether a request with this head may have `bytes` bytes of values. If not, the request
-  // will be refused, and its values need no memory (net/link/registration_cache.h). Thread-safe.
+  // Returns whether a request with this head may have `bytes` bytes of values. If not, it will be
+  // refused, and its values need no memory (net/link/registration_cache.h). Thread-safe.
   bool Expects(const MessageHead& head, size_t bytes);
 
-  // Takes over a request. If there is no memory to serve the request, refuses it, and fails its
-  // round. Thread-safe; does not block.
+  // Takes over a request. If there is no memory to serve it, refuses it and fails its round.
+  // Thread-safe; does not block.
   void OnMessage(Message* message);
 
-  // Call when the worker of `rank` will push nothing more. Rounds that this worker has not pushed
-  // fail with `reason`, now and later. Thread-safe.
+  // Notes that the worker of `rank` will push nothing more. Rounds that it has not pushed fail with
+  // `reason`, now and later. Thread-safe.
   void OnWorkerGone(int rank, const std::string& reason);
 
   // Events for the loss policy. Thread-safe.
@@ -76,17 +76,18 @@ class SumServer {
 
   // ----- for the loss policy
 
-  // Return the declared tensor, or the pushed partition, with this key; null if there is none.
+  // FindTensor and FindPartition return the declared tensor, or the pushed partition, with this
+  // key; null if there is none.
   std::shared_ptr<const DeclaredTensor> FindTensor(uint64_t key);
   std::shared_ptr<Partition> FindPartition(uint64_t key);
   // Makes the partition of this key, if its tensor is declared.
   void MakePartition(uint64_t key);
-  // Whether any tensor has a rule.
+  // Returns whether any tensor has a rule.
   bool KeepsState();
-  // Makes new partitions of a tensor begin with round `round`. Returns false if they begin with
-  // this or a later round already, or if the tensor does not exist.
+  // Makes new partitions of a tensor begin with round `round`. Returns false if they already begin
+  // with this or a later round, or if the tensor does not exist.
   bool SetFirstRound(uint64_t key, uint32_t round);
-  // Records that the workers of these ranks use no tensor any more: they have left or, with
+  // Records that the workers of these ranks no longer use any tensor: they have left or, with
   // `may_return`, are absent. Frees tensors that no worker uses, if the policy allows it.
   void DropHolds(const std::set<int>& ranks, bool may_return);
 
@@ -99,8 +100,8 @@ class SumServer {
   void OnRelease(const Message& message);
   using TensorPtr = std::shared_ptr<DeclaredTensor>;
   using Owed = std::vector<std::shared_ptr<Releasing>>;
-  // Frees a tensor if no worker uses it, or can still begin to use it. Adds the releases that can
-  // be answered now to `owed`.
+  // Frees a tensor if no worker uses it, or can still begin to use it. Adds to `owed` the releases
+  // that can be answered now.
   void FreeIfUnused(const TensorPtr& tensor, Owed* owed) PS_REQUIRES(mu_);
   void AnswerReleases(const Owed& owed);
   // Handles a request about a partition.
@@ -110,7 +111,8 @@ class SumServer {
   std::shared_ptr<Partition> FindOrMake(const TensorPtr& tensor, uint64_t key) PS_REQUIRES(mu_);
   // Called when a thread has freed a partition.
   void OnFreed(const Partition& partition);
-  // Returns an error "server 0 is out of memory: ...", which also names the purpose of the request.
+  // Returns an error such as "server 0 is out of memory: ...", which also names the purpose of the
+  // request.
   std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
 
   ServerContext context_;
@@ -120,8 +122,8 @@ class SumServer {
   std::atomic<int> rank_{-1};
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);
-  // A tensor changes only with mu_ held for writing, a partition only with its thread's lock. A
-  // partition may outlive its tensor for a while (Rounds::Free).
+  // Tensors by key. A tensor changes only with mu_ held for writing, a partition only with its
+  // thread's lock. A partition may outlive its tensor for a while (Rounds::Free).
   std::unordered_map<uint64_t, TensorPtr> tensors_ PS_GUARDED_BY(mu_);  // by key
   std::unordered_map<uint64_t, std::shared_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
   size_t next_thread_ PS_GUARDED_BY(mu_) = 0;

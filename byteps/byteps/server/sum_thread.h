@@ -22,17 +22,18 @@
 namespace byteps {
 namespace core {
 
-// An engine thread of a server, and the partitions that belong to it.
+// Engine thread of a server, and the partitions that belong to it.
 //
-// Serves one request at a time, in its own thread. If the partition is small and the queue is
-// empty, the channel's thread that received the request serves it, since waking another thread
-// would take longer.
+// It serves one request at a time, in its own thread. If the partition is small and the queue is
+// empty, the channel's thread that has received the request serves it, because waking another
+// thread would take longer.
 class SumThread {
  public:
-  // Returns an error "server 0 is out of memory: ...", which also names the purpose of the request.
+  // Returns an error such as "server 0 is out of memory: ...", which also names the purpose of the
+  // request.
   using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
 
-  // `freed`: see Rounds::Free. `losses` makes the policy of the rounds.
+  // `freed`: see Rounds::Free. `losses`: makes the policy of the rounds.
   SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text,
             Rounds::Freed freed, ServerLossPolicy* losses);
   // Joins the thread. Requests that it has not served stay unanswered.
@@ -40,7 +41,7 @@ class SumThread {
 
   // Thread-safe, like all functions down to Call.
   //
-  // Serves a request that passed HasForm (request_form.h), now or later.
+  // Serves a request that has passed HasForm (request_form.h), now or later.
   void Serve(std::shared_ptr<Partition> partition, Message message);
   // See RoundLossPolicy.
   void OnWorkerGone(int rank, const std::string& reason);
@@ -49,8 +50,8 @@ class SumThread {
   void Free(std::vector<std::shared_ptr<Partition>> partitions);
   // Fails the open rounds of a tensor.
   void FailAll(std::shared_ptr<const DeclaredTensor> tensor, const std::string& reason);
-  // Runs `work` after all queued tasks. If there was too little memory for it, and
-  // `may_be_repeated`, runs it again.
+  // Runs `work` after all queued tasks. If memory was too short for it, runs it again, if
+  // `may_be_repeated`.
   void Call(std::function<void()> work, bool may_be_repeated = false);
 
   // ----- only within a task of this thread
@@ -62,7 +63,7 @@ class SumThread {
   void Survive(const Work& work, const Failed& failed) noexcept {
     reserve_.Survive(work, failed);
   }
-  // Serves the requests that arrived while a partition was held, until it is held again.
+  // Serves the requests that arrived while the partition was held. Stops if it is held again.
   void ServeHeld(Partition* partition) PS_NO_THREAD_SAFETY_ANALYSIS;
 
   size_t queued() { return queue_.Size(); }
@@ -88,7 +89,7 @@ class SumThread {
   // Answers the workers that wait for a failed task.
   void OnFailure(Task* task, const std::exception& error) PS_REQUIRES(mu_);
   // Fails rounds whose deadline was before `as_of`. All requests that arrived before `as_of` must
-  // have been served. Returns false if there was too little memory.
+  // have been served. Returns false if memory was too short.
   bool FailLate(Clock::time_point as_of) noexcept PS_REQUIRES(mu_);
   void LookAtLate(Clock::time_point as_of) PS_REQUIRES(mu_);
   // Checks for a new stall of this process.

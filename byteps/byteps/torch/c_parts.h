@@ -31,8 +31,8 @@ class EndedQueue {
     cond_.NotifyAll();
   }
 
-  // Blocks until operations have ended, and returns their handles in that order. Returns none if
-  // Wake was called.
+  // Blocks until operations have ended. Returns their handles in that order; none if Wake was
+  // called.
   std::vector<int64_t> Await() {
     ps::MutexLock lock(&mu_);
     // The wait is ended by the end of an operation or Wake; deadline: none, the thread is idle.
@@ -58,14 +58,14 @@ class EndedQueue {
 
 Worker* GetWorker();
 
-// A group's ranks, ascending; empty: all workers. A class, so that Python converts the ranks of a
-// large group once, not for each push.
+// Ranks of a group, ascending; empty: all workers. This is a class, so that Python converts the
+// ranks of a large group once, not for each push.
 struct Ranks {
   RankGroup values;
 };
 
-// (name, dtype, bytes, bytes of the whole tensor if it is a piece, average, feedback, group,
-// placement, device, in order)
+// A spec as a tuple: name, dtype, bytes, bytes of the whole tensor if it is a piece, average,
+// feedback, group, placement, device, in order.
 using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool, bool, Ranks,
                              std::optional<uint64_t>, int, bool>;
 
@@ -92,7 +92,7 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   return spec;
 }
 
-// A tensor that is summed repeatedly: described once, and looked up once per job.
+// Tensor that is summed repeatedly. It is described once, and looked up once per job.
 class KnownTensor {
  public:
   explicit KnownTensor(TensorSpec spec) : spec_(std::move(spec)) {}
@@ -122,13 +122,13 @@ class KnownTensor {
   mutable TensorPtr known_ PS_GUARDED_BY(mu_);  // tensor of this job, or of an earlier one
 };
 
-// c_update.cc: the class UpdatedTensor, release, load_feedback and read_feedback.
+// Defines the class UpdatedTensor, release, load_feedback and read_feedback; in c_update.cc.
 void DefineUpdatedTensor(nanobind::module_* m);
 
-// c_update.cc: the functions about replicas.
+// Defines the functions about replicas; in c_update.cc.
 void DefineReplicas(nanobind::module_* m);
 
-// c_lib.cc: the function end_children_at_exit.
+// Defines the function end_children_at_exit; in c_lib.cc.
 void DefineChildren(nanobind::module_* m);
 
 }  // namespace core

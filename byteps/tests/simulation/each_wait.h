@@ -16,8 +16,8 @@ namespace byteps {
 namespace simulation {
 
 // Plays a job, and records each wait of the product's threads, with its place in the code. Then
-// plays the job again for each of these waits, and each way to end that wait. Since a seed
-// determines the order of events, the job is the same up to that wait.
+// plays the job again for each of these waits, and for each way to end it. A seed determines the
+// order of events, so the job is the same up to that wait.
 class EachWait {
  public:
   // `most`: number of waits to end, per place and job; 0: all. `only`: number of the only wait to
@@ -28,10 +28,10 @@ class EachWait {
   using Play = std::function<bool(const std::vector<Fault>& faults)>;
   bool Run(const Play& play);
 
-  // Called by `play` within the job, before its nodes start.
+  // Begins a job. `play` calls this within the job, before its nodes start.
   void BeginJob(const Plan& plan);
 
-  // A table in Markdown: how often waits at each place were ended in each way.
+  // Returns a table in Markdown: how often waits at each place were ended in each way.
   std::string Print() const;
 
  private:

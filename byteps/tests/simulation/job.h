@@ -1,4 +1,4 @@
-// A simulated job: its nodes, their scripts, its faults, its conditions. For several replicas, see
+// Simulated job: its nodes, their scripts, its faults, its conditions. For several replicas, see
 // replica_job.h.
 #ifndef BYTEPS_TESTS_SIMULATION_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_JOB_H_
@@ -34,7 +34,7 @@ struct Part {
 
 class WorkerScript {
  public:
-  // `plan` outlives this. `gpu`: null if the tensors are not on it.
+  // `plan` outlives this object. `gpu`: null if the tensors are not on it.
   WorkerScript(const Plan* plan, const Part& part, core::Worker* worker, Gpu* gpu);
 
   // Throws core::Error if something fails.
@@ -66,7 +66,7 @@ class WorkerScript {
   void CheckParameters(const Values& values, int round, const char* what);
   // Returns false if the operation failed, and keeps the error.
   bool Await(int64_t handle);
-  // Handles a failed operation: either the worker continues, or this throws.
+  // Handles a failed operation. Either the worker continues, or this throws.
   void AfterFailure();
 
   const Plan& plan_;
@@ -79,7 +79,8 @@ class WorkerScript {
   std::deque<Values> memory_;
   std::deque<std::vector<core::GradientSums>> sums_;
 
-  // Whether this worker's rounds match the other workers'. False once an operation could not begin.
+  // Whether this worker's rounds match those of the other workers. False when an operation could
+  // not begin.
   bool in_step_ = true;
 
   // State of the parameters:
@@ -102,7 +103,7 @@ class ServingNode : public core::ChannelUser {
       : server_(server), hear_(std::move(hear)) {}
   void OnMessage(core::Message* message) override;
   void OnEvent(const ps::MembershipEvent& event) override;
-  // Ends the wait. `by_order`: a signal told the node to stop.
+  // Ends the wait. `by_order`: whether a signal has told the node to stop.
   void End(bool by_order);
   // Returns why the job failed, or "".
   std::string AwaitEnd(bool* by_order);
@@ -152,8 +153,7 @@ class Job {
     }
   };
 
-  // A node of a generation, with its error. A server or scheduler may live through many
-  // generations.
+  // Node of a generation, with its error. A server or scheduler may live through many generations.
   struct NodeRecord {
     ps::Node::Role role;
     int rank = 0;
@@ -168,38 +168,40 @@ class Job {
              int generation);
   bool IsGone(int place) const;
   void RunNode(ps::Node::Role role, int number);
-  // Returns why the job failed, or "". `again`: whether the node had joined the job by then.
+  // Returns why the job failed, or "". `again`: set to whether the node joined the job before it
+  // failed or ended.
   std::string ServeOnce(const NodeSettings& settings, bool* again);
   void RunWorker(int number, int rank, int workers, int generation);
   uint64_t WantedSums() const;
 
   // Causes the faults that are due at a time.
   void BreakInTime();
-  // Causes the faults that are due after a number of probes. OnProbe is called with that number; a
-  // thread of its own carries them out.
+  // Causes the faults that are due after a number of probes. OnProbe is called with that number,
+  // and a thread of its own causes them.
   void OnProbe(int probe, int reached);
   void BreakAtProbes();
   // Causes the faults that are due at a wait, while it lasts.
   Waking OnWait(const Wait& wait, const Fault& fault);
   void Break(const Fault& fault);
-  // Number of the node that a fault names; negative if its rank has, and had, no node.
+  // Returns the number of the node that a fault names; negative if its rank has no node, and had
+  // none.
   int FindNode(const Fault& fault, int node) const;
-  // Whether the fault kills the scheduler, which then restarts.
+  // Returns whether the fault kills the scheduler, which then restarts.
   bool Returns(const Fault& fault) const {
     return plan_.returns && fault.kind == Fault::kKill && fault.node == 0;
   }
-  // Starts a spare server, since one may be lost.
+  // Starts a spare server, because a server may be lost.
   void StartSpare();
-  // With backups: whether the job has to succeed, whatever the faults.
+  // Returns whether the job must succeed with backups, whatever the faults.
   bool MustGoOn() const;
-  // With backups: whether the job reports that state was lost.
+  // Returns whether the job, with backups, has reported that state was lost.
   bool LostState() const;
-  // Whether no fault is permanent.
+  // Returns whether no fault is permanent.
   bool IsHarmless() const;
   // Kills the scheduler's process, and starts another one.
   void BreakScheduler();
 
-  // Whether a node may report any error, because it is cut off or killed by a fault.
+  // Returns whether a node may report any error, because a fault has cut it off or killed it.
   bool IsVictim(int node) const { return victims_.count(node) > 0; }
   bool NamesACause(const std::string& error) const;
   std::string NameOf(size_t node) const;

@@ -1,4 +1,4 @@
-// A simulated job with several replicas: its members, their scripts, its faults, its conditions.
+// Simulated job with several replicas: its members, their scripts, its faults, its conditions.
 #ifndef BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 #define BYTEPS_TESTS_SIMULATION_REPLICA_JOB_H_
 
@@ -53,11 +53,12 @@ class Witness {
   // Records that a rank pushes the values of a step. `life`: number of the rank's process, from 1;
   // a restarted rank has the next number.
   void Pushes(int rank, int life, int step);
-  // Returns the number of the process in which a rank pushed a step; 0: it did not push the step.
+  // Returns the number of the process in which a rank has pushed a step; 0 if it has not pushed the
+  // step.
   int LifeAt(int rank, int step) const;
   void Ended(int rank, uint64_t state);
   void Wrong(const std::string& what);
-  // Whether any rank has pushed.
+  // Returns whether any rank has pushed.
   bool begun() const { return !lives_.empty(); }
 
   const std::string& wrong() const { return wrong_; }
@@ -80,8 +81,8 @@ class Witness {
 class Inside {
  public:
   explicit Inside(int ranks) : ranks_(ranks) {}
-  // Returns local rank 0's values on every rank. All call it. Throws core::Error if a rank has
-  // ended.
+  // Returns local rank 0's values on every rank. All ranks call this. Throws core::Error if a rank
+  // has ended.
   std::vector<double> Broadcast(int place, const std::vector<double>& values);
   void Break() {
     std::lock_guard<std::mutex> lock(mu_);
@@ -122,7 +123,7 @@ class ReplicaMember {
 
   // Throws core::Error if its replica is lost.
   void Run();
-  // A digest of all sums.
+  // Returns a digest of all sums.
   uint64_t state() const { return state_; }
 
  private:
@@ -133,7 +134,7 @@ class ReplicaMember {
   void Step(int step);
   void CheckSum(const std::vector<float>& values, int step, int tensor, uint32_t named,
                 uint32_t* lacks);
-  // Lets a waiting replica join; the next step is its first. Call between two steps.
+  // Lets a waiting replica join. The next step is its first. Call between two steps.
   void Control(int step);
   void Admit(int step, int replica, int life);
   void Send(int step, int joiner, int life);
@@ -183,12 +184,12 @@ class ReplicaOptimizer {
   // Makes a step in a random way. Throws core::Error.
   void Step(int step, int life);
   // Finds the replicas whose gradients are in the step. `named`: replicas that answers called
-  // missing. Returns the replicas missing in any partition.
+  // missing. Returns the replicas that any partition lacks.
   uint32_t Check(int step, uint32_t named, Lists* lists);
   // Returns a hash of all parameters.
   uint64_t Digest() const;
 
-  // Sends servers the verdict on the last step. Call it between two steps.
+  // Sends servers the verdict on the last step. Call between two steps.
   void Settle();
   // The servers' state as this rank computes it, by slot, and each slot by partition.
   Values State() const;
@@ -277,7 +278,7 @@ class ReplicaJob {
   void StartSpare();
   // Kills the scheduler's process, and starts another one.
   void BreakScheduler();
-  // Whether a server and its backup may have been lost.
+  // Returns whether a server and its backup may both have been lost.
   bool MayLoseState() const;
 
   ReplicaPlan plan_;

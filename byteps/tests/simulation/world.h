@@ -39,11 +39,11 @@ namespace simulation {
 // both clocks of this process are simulated. All threads share a real thread, and exactly one runs
 // at a time. A random generator picks the next thread whenever one waits, and often when it takes
 // or releases a lock. Time stands still while any thread can run, and jumps to the next deadline
-// when none can; yielding means sleeping for a moment. So a seed determines the order of events,
-// and hours pass in milliseconds.
+// when none can. A thread that yields sleeps for a moment. So a seed determines the order of
+// events, and hours pass in milliseconds.
 //
-// This file's library defines the C library's functions of those names, which take precedence. The
-// code under test is neither changed nor compiled differently.
+// This file's library defines functions of the C library, which take precedence over the originals.
+// The code under test is neither changed nor compiled differently.
 
 struct Outcome {
   // "" if `body` returned and every thread ended. Otherwise the thread that hung, and where each
@@ -54,16 +54,17 @@ struct Outcome {
   uint64_t fingerprint = 0;  // hash of the order of switches: equal if two runs were alike
 };
 
-// Runs `body` as the first thread. It hangs if no thread can run, or after `limit_s` of its time.
+// Runs `body` as the first thread. The run hangs if no thread can run, or after `limit_s` of
+// simulated time.
 Outcome Run(uint64_t seed, double limit_s, const std::function<void()>& body);
 
-// Whether the caller is a simulated thread.
+// Returns whether the caller is a simulated thread.
 bool IsPlayed();
 
-// A random number of the seed; within Run.
+// Returns a random number of the seed. Call within Run.
 uint64_t Random(uint64_t below);
 
-// Mixes a number into the fingerprint; within Run.
+// Mixes a number into the fingerprint. Call within Run.
 void Note(uint64_t number);
 
 // ----- waits of the nodes' threads
@@ -87,7 +88,7 @@ enum class Waking {
 // Seconds by which a wait is held up: shorter than any timeout.
 constexpr double kHeldUpS = 0.3;
 
-// `reach` is called by every thread of a node before it waits, until this world ends.
+// Makes every thread of a node call `reach` before it waits, until this world ends.
 void ListenToWaits(std::function<Waking(const Wait&)> reach);
 // Assigns the caller, and threads that it starts, to a node.
 void BelongTo(int node);
@@ -104,7 +105,7 @@ std::string NameOfProbe(int number);
 // Listens to all probes for the rest of the process.
 void ListenToProbes();
 
-// Sets the reaction of the current job to probes: `then` is called with the probe's number, and the
+// Sets how the current job reacts to probes: `then` is called with the probe's number, and the
 // total of probes reached so far. If `disturbed`, threads may yield or sleep there.
 void BeginProbes(bool disturbed, std::function<void(int probe, int reached)> then);
 // Ends the reaction to probes. Call when the job is over.
@@ -115,7 +116,7 @@ class ProbeTable {
  public:
   // Adds the probes of the last job.
   void Add();
-  // A table in Markdown, followed by the probes that were never reached.
+  // Returns a table in Markdown, followed by the probes that were never reached.
   std::string Print() const;
 
  private:
@@ -134,8 +135,8 @@ constexpr double kLongOpTimeoutS = 12;
 constexpr double kGraceS = 3;
 // Time that a job waits for another server: longer than starting one takes.
 constexpr double kReplaceS = 10;
-// Time that nodes and a restarted scheduler wait for each other: longer than the scheduler is away,
-// and too short for waiting sums to time out.
+// Time that nodes and a restarted scheduler wait for each other. It is longer than the scheduler is
+// away, and too short for waiting sums to time out.
 constexpr double kReturnS = 3;
 constexpr uint64_t kMostAwayMs = 600;
 // Seconds that a kept server waits: longer than the launcher takes to restart workers.
@@ -186,16 +187,16 @@ struct Plan {
   std::vector<Fault> faults;
   bool releases = false;  // workers release names after some rounds, and sum them again
 
-  // Whether a name is released after a round; the number of its releases before a round; the number
-  // of its values in a round.
+  // Releases returns whether a name is released after a round; the others return the number of its
+  // releases before a round, and the number of its values in a round.
   bool Releases(int tensor, int round) const;
   int LifeAt(int tensor, int round) const;
   size_t CountAt(int tensor, int round) const;
   std::string Describe() const;
 };
 
-// Call once before any simulation: reading the environment is slow, and objects that live as long
-// as the process must be the same for every seed.
+// Returns the settings. Call once before any simulation, because reading the environment is slow,
+// and because objects that live as long as the process must be the same for every seed.
 const std::vector<core::Config>& Settings();
 // Settings for replicas, with enough time for sums. One replica may be late (BYTEPS_QUORUM), lost
 // servers may be replaced, or the scheduler may restart.
@@ -204,15 +205,15 @@ const std::vector<core::Config>& ReplicaSettings(bool patient, bool replaces, bo
 // Settings for 2 or 3 servers that copy each other's state. `patient`: a replica may be late.
 const std::vector<core::Config>& BackupSettings(int servers, bool patient);
 
-// Within Run.
+// Returns the plan of the seed. Call within Run.
 Plan MakePlan();
 // Returns a job whose servers keep copies of each other's state. Servers are lost, and links break.
 Plan MakeBackupPlan();
 
 // ----- a network between the nodes of a job, with faults
 //
-// A pair of nodes has one link. Messages of membership arrive in order, one at a time; data
-// messages in any order, several at a time; the loss of a link is reported to both nodes. A node
+// A pair of nodes has one link. Messages of membership arrive in order, one at a time, and data
+// messages in any order, several at a time. The loss of a link is reported to both nodes. A node
 // that joins another generation has another life: messages to its earlier life do not reach it.
 //
 // Written with ordinary threads and locks, which are simulated.
@@ -224,7 +225,7 @@ inline std::chrono::steady_clock::duration Duration(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
-// Whether a message belongs to membership.
+// Returns whether a message belongs to membership.
 inline bool IsControl(const ps::Message& message) { return !message.meta.control.empty(); }
 
 // The links, and their faults.
@@ -244,9 +245,9 @@ class Network {
   // if there is no link. `expected`: life of the receiver; the message waits for a link to it.
   void Carry(const SimulatedChannel& from, int to, uint64_t expected, ps::Message message);
 
-  // Whether the scheduler has a link with this process of the node.
+  // Returns whether the scheduler has a link with this process of the node.
   bool IsLinked(int node, uint64_t life);
-  // Returns false if one of them is dead.
+  // Makes a link. Returns false if one of the nodes is dead.
   bool Link(int a, int b);
   // Makes a link, or tells `from` that the peer is absent, or in another generation.
   void Connect(const SimulatedChannel& from, int to);

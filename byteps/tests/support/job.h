@@ -79,7 +79,7 @@ class FakeChannel : public Channel {
   // Reports the replacement of a server.
   void ReplaceServer(int server);
 
-  // ----- records
+  // (key of the tensor + partition, server) of each push, in the order of sending.
 
   std::vector<std::vector<Declaration>> declarations(int server);
   // (key of the tensor + partition, server), in the order of sending.

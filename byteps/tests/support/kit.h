@@ -120,17 +120,17 @@ class LoopJob {
     failing_rank_ = rank;
     failure_ = error;
   }
-  // Whether the push has failed.
+  // Returns whether the push has failed.
   bool failed() {
     ps::MutexLock lock(&mu_);
     return failing_rank_ < 0;
   }
 
-  // Timeout of rounds that begin from now on; 0: the one that workers send.
+  // Sets the timeout of rounds that begin from now on; 0: the timeout that workers send.
   void SetTimeout(uint32_t ms) { timeout_ms_ = ms; }
 
  private:
-  // The server's channel.
+  // Channel of the server.
   class Answers : public ServerChannel {
    public:
     explicit Answers(LoopJob* job) : job_(job) {}

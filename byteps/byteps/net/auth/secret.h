@@ -1,7 +1,7 @@
 // The job's secret, and proofs of it.
 //
 // A proof is an HMAC-SHA256 over the greetings of both sides. Each greeting contains a random
-// number, so a proof that was overheard is valid for no other connection.
+// number, so an overheard proof is valid for no other connection.
 #ifndef BYTEPS_NET_AUTH_SECRET_H_
 #define BYTEPS_NET_AUTH_SECRET_H_
 
@@ -13,7 +13,7 @@ namespace auth {
 
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kProofBytes = 32;
-// Least number of bytes of a secret: a shorter one could be guessed from an overheard proof.
+// Least number of bytes of a secret. A shorter one could be guessed from an overheard proof.
 constexpr size_t kLeastSecretBytes = 16;
 
 // Returns random bytes from the kernel.
@@ -31,7 +31,7 @@ struct SecretSettings {
 
 class Secret {
  public:
-  // Makes the secret of a job without authentication: its proofs are checksums that anyone can
+  // Makes the secret of a job without authentication. Its proofs are checksums that anyone can
   // make.
   Secret() = default;
   // `bytes`: at least kLeastSecretBytes.
@@ -47,7 +47,7 @@ class Secret {
   // Requires a secret.
   std::string Derive(const std::string& purpose) const;
 
-  // Returns the kProofBytes bytes by which `who` proves to have the secret, for the greeting
+  // Returns the kProofBytes bytes by which `who` proves that it has the secret, for the greeting
   // `said`.
   std::string Prove(const std::string& who, const std::string& said) const;
   // Checks `proof` against the first `bytes` of Prove's result, in constant time.
@@ -58,7 +58,7 @@ class Secret {
   std::string key_;
 };
 
-// Advice if two nodes have different secrets.
+// Advice to the user if two nodes have different secrets.
 inline constexpr char kAdvice[] =
     "give all nodes the same BYTEPS_SECRET_FILE or BYTEPS_SECRET (or BYTEPS_AUTH=0)";
 

@@ -1,5 +1,5 @@
 // Admission of links: who may connect to this node and under which identity, and what both ends
-// decide from the greeting.
+// conclude from the greeting.
 #ifndef BYTEPS_NET_LINK_ADMISSION_H_
 #define BYTEPS_NET_LINK_ADMISSION_H_
 
@@ -19,9 +19,9 @@ namespace ps {
 
 // Encodes a message's meta for the wire, the same for every transport.
 //
-// Sender and receiver are not encoded: a connection knows its two ends.
+// Sender and receiver are not encoded, because a connection knows its two ends.
 
-// Limit of the bytes of an encoded meta; a receiver refuses a larger one. A list of several hundred
+// Limit of the bytes of an encoded meta. A receiver refuses a larger one. A list of several hundred
 // thousand nodes fits.
 constexpr size_t kMaxMetaBytes = 64 << 20;
 
@@ -42,8 +42,8 @@ inline uint64_t NewToken() {
   return token;
 }
 
-// Returns the node's token, or 0 if it has none. The token is read byte by byte, so that it is the
-// same on CPUs of either byte order.
+// Returns the node's token, or 0 if it has none. The token is read byte by byte, so it is the same
+// on CPUs of either byte order.
 inline uint64_t TokenOf(const Node& node) {
   uint64_t token = 0;
   if (node.endpoint_name_len != sizeof(token)) return 0;
@@ -61,9 +61,9 @@ inline void SetToken(uint64_t token, Node* node) {
   node->endpoint_name_len = sizeof(token);
 }
 
-// A job's number is random, with the scheduler's current generation in the low 16 bits, which this
-// mask selects. Both ends of a new connection exchange and prove the number, so a connection
-// belongs to one generation of one job.
+// Bits of a job's number that are the scheduler's current generation. The other bits are random.
+// Both ends of a new connection exchange and prove the number, so a connection belongs to one
+// generation of one job.
 constexpr uint64_t kGenerationMask = 0xffff;
 
 inline uint64_t NewJob() {
@@ -77,8 +77,8 @@ inline uint64_t WithGeneration(uint64_t job, int generation) {
 }
 
 // Generation of a node that does not know the generation yet; real generations start at 1. If a
-// server connects to another server before the scheduler has announced it there, the other server
-// answers with this number, and the first server tries again.
+// server connects to another one before the scheduler has announced it there, the other one answers
+// with this number, and the first one tries again.
 constexpr int kNotTold = 0;
 
 // Returns why a node with job number `theirs` may not connect to one with `ours`.
@@ -95,9 +95,9 @@ inline bool IsBehind(uint64_t theirs, uint64_t ours) {
   return same_job && (theirs & kGenerationMask) < (ours & kGenerationMask);
 }
 
-// Returns whether nodes of role `from` connect to nodes of role `to`: everybody to the scheduler,
+// Returns whether nodes of role `from` connect to nodes of role `to`: all nodes to the scheduler,
 // and workers to servers. Answers use the same connections. (With BYTEPS_BACKUP_STATE neighboring
-// servers have a link too, see AreNeighbors.)
+// servers have a link, too: see AreNeighbors.)
 inline bool ConnectsTo(Node::Role from, Node::Role to) {
   if (from == to) return false;
   return to == Node::SCHEDULER || (from == Node::WORKER && to == Node::SERVER);
@@ -110,7 +110,7 @@ inline bool AreNeighbors(int one, int other, int servers) {
   return (one + 1) % servers == other || (other + 1) % servers == one;
 }
 
-// Returns whether `self` dials its neighbor `other`. Only the lower rank dials; otherwise a ring of
+// Returns whether `self` dials its neighbor `other`. Only the lower rank dials. Otherwise a ring of
 // two servers would have two links.
 inline bool DialsNeighbor(int self, int other) { return self < other; }
 
@@ -130,8 +130,8 @@ inline bool IsServerId(int node_id) { return node_id >= 8 && node_id % 2 == 0; }
 // An authenticated refusal is a decision of the peer. It is final, unless the peer says that it is
 // not ready yet. Everything else (no proof or a wrong one, bytes that do not parse, a TLS alert,
 // another version) may be corruption on the wire. A link that existed before then counts one failed
-// attempt and retries until BYTEPS_RECONNECT_TIMEOUT_S ends. A first connection fails at once:
-// there the cause is almost always different settings.
+// attempt, and retries until BYTEPS_RECONNECT_TIMEOUT_S ends. A first connection fails at once,
+// because its cause is almost always different settings.
 
 enum class GreetingFailure {
   kMaybeDamaged,  // nothing proves that the peer sent these bytes
@@ -139,8 +139,8 @@ enum class GreetingFailure {
   kWillPass,      // the peer is not ready, e.g. it is still in an earlier generation of the job
 };
 
-// Returns whether to try again after a failed greeting. `link_was_there`: the greeting was to
-// resume a broken link.
+// Returns whether to try again after a failed greeting. `link_was_there`: whether the greeting was
+// to resume a broken link.
 inline bool IsOneMoreAttempt(GreetingFailure failure, bool link_was_there) {
   if (failure == GreetingFailure::kWillPass) return true;
   return link_was_there && failure == GreetingFailure::kMaybeDamaged;
@@ -150,8 +150,8 @@ inline bool IsOneMoreAttempt(GreetingFailure failure, bool link_was_there) {
 struct PeerIdentity {
   uint64_t token = 0;
   int role = -1;  // a Node::Role
-  // The rank that a worker has or wants, or the rank that a server claims to another server. -1:
-  // the scheduler decides.
+  // Rank that a worker has or wants, or that a server claims to another server. -1: the scheduler
+  // decides.
   int rank = -1;
 };
 
@@ -171,16 +171,16 @@ struct Applicant {
 constexpr int kMaxLinks = 64;
 
 // Returns why the applicant may not connect to a node of this role, token and job (0: the node is
-// in no job yet). Returns "" if it may. The membership decides whether a scheduler takes over the
-// job of a returning node. `is_expected`: the scheduler has announced the applicant's process as
-// the server that it claims to be (PeerTable::Expects).
+// in no job yet). Returns "" if it may. This function does not decide whether a scheduler takes
+// over a returning node's job; the membership does. `is_expected`: whether the scheduler has
+// announced the applicant's process as the server that it claims to be (PeerTable::Expects).
 std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
                            uint64_t job, bool is_expected = false);
 
 // Throws Error if the peer may not send this membership message. A peer without a node id may only
 // ask to join, and no peer may ask on behalf of another process.
 void CheckControl(const Control& control, int peer, const PeerIdentity& who, bool is_scheduler);
-// Throws Error if the peer has no node id yet, and so may send membership messages only.
+// Throws Error if the peer has no node id yet. Such a peer may send membership messages only.
 void CheckMember(int peer);
 
 // Number of the job that this node is in; 0 while unknown. Thread-safe.
@@ -191,7 +191,7 @@ class JobNumber {
   // Sets the generation for links made from now on.
   void SetGeneration(int generation) { job_ = WithGeneration(job_, generation); }
 
-  // Checks the job number of an authenticated peer against this node's. If this node has none, it
+  // Checks the job number of an authenticated peer against this node's. A node without a number
   // adopts the scheduler's. Returns why the link must be closed, or "".
   std::string Hear(uint64_t theirs, bool from_scheduler);
 
@@ -206,7 +206,7 @@ class OfAJob {
   virtual JobNumber* job_number() = 0;
   // Returns why the last attempt to connect to this node failed; "" if unknown.
   virtual std::string DialError(int /*node_id*/) { return ""; }
-  // Returns whether links to this node are broken right now. The membership may not know that yet.
+  // Returns whether links to this node are broken right now. The membership may not know it yet.
   virtual bool IsBroken(int /*node_id*/) { return false; }
 };
 

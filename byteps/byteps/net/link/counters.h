@@ -14,9 +14,9 @@ namespace ps {
 // Traffic of one endpoint of a transport.
 //
 // Counts whole messages and the bytes of their meta and values, without the transport's own
-// messages (credits, rendezvous). There is a counter for each place to which the device writes
-// received values: their destination ("in place"); the transport's pool, from which they are
-// copied; or, if they are small, the message's frame.
+// messages (credits, rendezvous). Received values are counted by where the device writes them: to
+// their destination ("in place"); to the transport's pool, from which they are copied; or, if they
+// are small, to the message's frame.
 struct EndpointCounters {
   EndpointCounters(std::string plane, int index) : plane(std::move(plane)), index(index) {}
 
@@ -55,8 +55,8 @@ struct EndpointReading {
   uint64_t send_completions = 0;
 };
 
-// Make, forget and read the counters of this process. Counters outlive their endpoints, until the
-// next job begins. Thread-safe.
+// Functions that make, forget and read the counters of this process. Counters outlive their
+// endpoints, until the next job begins. Thread-safe.
 std::shared_ptr<EndpointCounters> NewEndpointCounters(const std::string& plane, int index);
 void ForgetEndpointCounters();
 std::vector<EndpointReading> ReadEndpointCounters();
@@ -83,8 +83,8 @@ struct NicReading {
 // `there`. Traffic inside the host counts for "lo", whatever the addresses. Counters live as long
 // as the process. Thread-safe.
 NicCounters* CountersOfNic(const std::string& here, const std::string& there);
-// Returns the counters of the NIC with this address. For RDMA, whose traffic inside the host passes
-// the NIC too. Thread-safe.
+// Returns the counters of the NIC with this address. This is for RDMA, whose traffic inside the
+// host passes the NIC, too. Thread-safe.
 NicCounters* CountersOfNic(const std::string& here);
 // Returns the counters of all NICs, by name. Thread-safe.
 std::vector<NicReading> ReadNicCounters();

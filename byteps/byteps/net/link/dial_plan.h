@@ -1,4 +1,5 @@
-// DialPlan: which pair of NICs a connection dials over, and when it tries again. For TCP and RDMA.
+// DialPlan: the pairs of NICs over which a connection dials, and the times of its attempts. TCP and
+// RDMA use it.
 #ifndef BYTEPS_NET_LINK_DIAL_PLAN_H_
 #define BYTEPS_NET_LINK_DIAL_PLAN_H_
 
@@ -32,13 +33,13 @@ int LeastConnections(const std::vector<Nic>& from, const std::vector<Nic>& to);
 // Returns a list of candidate pairs for each of `count` connections to `peer`, the preferred pair
 // first. A NIC gets a number of connections in proportion to its rate. NICs of different subnets
 // are paired only if no two NICs share a subnet. If both nodes are on one host, a NIC is paired
-// with itself. `turn` chooses which of several equally good pairs comes first. The last pair of a
-// list always lets the kernel choose.
+// with itself. `turn` chooses which of several equally good pairs comes first. With the last pair
+// of a list, the kernel always chooses.
 std::vector<std::vector<NicPair>> PairNics(const std::vector<Nic>& from, const Node& peer,
                                            int count, int turn);
 
-// Schedule of a connection's attempts, over TCP or RDMA: it tries all pairs of NICs in a row,
-// pauses, and starts again with the first.
+// Schedule of a connection's attempts, over TCP or RDMA. It tries all pairs of NICs in a row,
+// pauses, and starts again with the first pair.
 //
 // Not thread-safe.
 class DialPlan {
@@ -51,20 +52,20 @@ class DialPlan {
     Address to;
     bool is_home = false;  // the route belongs to the first pair of NICs
 
-    // "10.0.0.2:9000", "10.0.0.1 to 10.0.0.2:9000"
+    // Returns text such as "10.0.0.2:9000", or "10.0.0.1 to 10.0.0.2:9000".
     std::string Text() const { return (from.empty() ? "" : from + " to ") + to.Text(); }
   };
 
   // `first`: the pause after the first round of attempts. `longest`: the limit of later pauses.
   DialPlan(Clock::duration first, Clock::duration longest);
 
-  // Begins the attempts. Another thread resolves host names, and does so again after each round of
-  // attempts, since a host may return with another address.
+  // Begins the attempts. Another thread resolves host names. It does so again after each round of
+  // attempts, because a host may return with another address.
   void Begin(const std::vector<NicPair>& pairs, int port, Clock::time_point deadline);
   // Adds pairs, which are as good as the first pair.
   void Add(const std::vector<NicPair>& pairs);
-  // Restarts after an established connection broke. `elsewhere`: the connection's pair of NICs is
-  // dead, so another pair is tried first.
+  // Restarts after an established connection broke. `elsewhere`: whether the connection's pair of
+  // NICs is dead, so that another pair is tried first.
   void Restart(bool elsewhere);
   // Restarts with the first pair of NICs, after the connection has used another pair.
   void GoHome();
@@ -75,10 +76,11 @@ class DialPlan {
   uint64_t attempt() const { return attempt_; }
   void NextAttempt() { ++attempt_; }
 
-  // Records a failed attempt. `nobody_listens`: the address refused the connection. Returns when to
-  // try next.
+  // Records a failed attempt. `nobody_listens`: whether the address refused the connection. Returns
+  // the time of the next attempt.
   Clock::time_point Failed(const std::string& error, bool nobody_listens, Clock::time_point now);
-  // Records that the peer asked to retry soon on the same route. Returns when to try next.
+  // Records that the peer asked to retry soon on the same route. Returns the time of the next
+  // attempt.
   Clock::time_point Postponed(const std::string& error, Clock::time_point now);
   void Succeeded(Clock::time_point now);
 
@@ -111,7 +113,7 @@ class DialPlan {
   int port_ = 0;
   std::optional<NameLookup> lookup_;
   NameLookup::Found names_;
-  std::string unknown_ = "its address is not known yet";  // why there are no routes
+  std::string unknown_ = "its address is not known yet";  // reason why there are no routes
   std::vector<Route> routes_;
   size_t start_ = 0;  // index of the route with which this round of attempts began
   size_t next_ = 0;

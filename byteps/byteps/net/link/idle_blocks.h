@@ -10,8 +10,8 @@
 
 namespace ps {
 
-// Free list of memory blocks. Blocks are reused, since the kernel needs as much time to provide
-// fresh pages as the work in them takes, and registering pages takes longer.
+// Free list of memory blocks. Blocks are reused, because the kernel needs as long to provide fresh
+// pages as the work in them takes, and registering pages takes even longer.
 //
 // T is a pointer to a block; the caller owns the blocks and locks this object.
 template <typename T>

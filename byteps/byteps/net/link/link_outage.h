@@ -10,8 +10,8 @@
 
 namespace ps {
 
-// Kinds of failure of a link while both processes may be alive. They decide how long the link may
-// stay broken.
+// Kinds of failure of a link while both processes may be alive. The kind decides how long the link
+// may stay broken.
 enum class LinkFault {
   kClosed,  // the peer closed the link, or the peer's kernel did when the process ended
   kBroken,  // the connection failed; the peer may be gone
@@ -21,7 +21,7 @@ enum class LinkFault {
 // Reason to report for a link that the peer closed.
 constexpr char kLinkClosed[] = "its connection closed";
 
-// A process counts as ended when its port has refused connections for this long.
+// Time for which a port must refuse connections until its process counts as ended.
 constexpr auto kListenerGoneTime = std::chrono::milliseconds(250);
 
 // Returns how long a link to node `peer` may stay broken; zero if the link is lost at once.
@@ -50,7 +50,8 @@ struct LinkOutage {
 
  private:
   std::string Unacknowledged() const;
-  std::string LargePacketsVanish() const;  // "" if nothing points to that
+  // Returns text that says that only large packets are lost, or "" if nothing points to that.
+  std::string LargePacketsVanish() const;
 };
 
 // Logs and counts a resumed link. `which`: e.g. "the connection", "data connection 0". `after`: how

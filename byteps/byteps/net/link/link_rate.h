@@ -7,7 +7,7 @@
 namespace ps {
 
 // Rate at which the peer takes bytes. It is measured only while at least kBusyBytes are in flight,
-// since the peer then acknowledges at once. Times are in ns of any clock. Not thread-safe.
+// because the peer acknowledges at once only then. Times are in ns of any clock. Not thread-safe.
 class LinkRate {
  public:
   // Takes note of `arrived` newly acknowledged bytes, and of `in_flight` unacknowledged bytes.

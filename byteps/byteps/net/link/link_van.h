@@ -23,8 +23,8 @@ namespace ps {
 
 // Queue of a van's receiving thread.
 //
-// The queue holds messages, and events of lost peers. It also says whether threads may use the van:
-// they may from Open until End or Close.
+// The queue holds messages, and events of lost peers. It also knows whether threads may use the
+// van: they may from Open until End or Close.
 template <typename Event>
 class VanInbox {
  public:
@@ -38,7 +38,7 @@ class VanInbox {
     return !closed_;
   }
 
-  // Returns whether the caller may use the van; if so, the caller must call EndUse afterwards.
+  // Returns whether the caller may use the van. If so, the caller must call EndUse afterwards.
   // Close waits until all users have done so.
   bool BeginUse() {
     MutexLock lock(&mu_);
@@ -79,10 +79,10 @@ class VanInbox {
     cond_.NotifyAll();
   }
 
-  // Returns when no thread uses the van any more.
+  // Blocks until no thread uses the van any more.
   void Close() {
     MutexLock lock(&mu_);
-    closed_ = true;  // also if Open was never called
+    closed_ = true;  // set even if Open was never called
     // The wait is ended by the sending threads, none of which blocks; deadline: none.
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return users_ == 0; });
   }
@@ -134,7 +134,8 @@ class LinkVan : public Van, public OfAJob {
  protected:
   using Peers = PeerTable<Link>;
 
-  // Call before Van::Start. `may_follow`: a scheduler may take over a dead scheduler's job.
+  // Begins a job. Call before Van::Start. `may_follow`: whether a scheduler may take over a dead
+  // scheduler's job.
   void Begin(bool is_scheduler, bool may_follow) {
     token_ = NewToken();
     may_follow_ = is_scheduler && may_follow;
@@ -143,7 +144,7 @@ class LinkVan : public Van, public OfAJob {
     peers_.Open();
   }
 
-  // Connects to a node that the membership announces, possibly again.
+  // Connects to a node that the membership announces, perhaps again.
   void Connect(const Node& node) final {
     if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
     Derived* const van = static_cast<Derived*>(this);
@@ -204,15 +205,15 @@ class LinkVan : public Van, public OfAJob {
         continue;
       }
       *msg = std::move(event.msg);
-      // The sender's id is read only now, because an earlier message may have given this node, or
-      // the peer, its id.
+      // The sender's id is read only now, because an earlier message may have given this node or
+      // the peer its id.
       if (event.from) msg->meta.sender = event.from->peer();
       msg->meta.recver = my_id_;
       return AsInt(event.bytes);
     }
   }
 
-  // Handles a received message. Calls the data handler in this thread, and leaves control messages
+  // Handles a received message. Calls the data handler in this thread, but leaves control messages
   // to the receiving thread. Throws Error if the peer may not send this message.
   void Deliver(Link* from, Message* msg, size_t bytes) {
     msg->meta.sender = from->peer();
@@ -271,7 +272,7 @@ class LinkVan : public Van, public OfAJob {
   JobNumber job_;
   std::atomic<int> my_id_{Node::kEmpty};
   Peers peers_;
-  VanInbox<Event> inbox_;  // threads in SendMsg or Abandon are its users, and may use links
+  VanInbox<Event> inbox_;  // used by threads in SendMsg or Abandon, which may use links meanwhile
 
  private:
   static int AsInt(size_t bytes) { return static_cast<int>(std::min<size_t>(bytes, 1 << 30)); }

@@ -12,7 +12,7 @@
 
 namespace ps {
 
-// A name lookup in a thread of its own, since a lookup may take seconds, and the thread that dials
+// Name lookup in a thread of its own, because a lookup may take seconds, and the thread that dials
 // also serves other connections.
 class NameLookup {
  public:
@@ -25,7 +25,7 @@ class NameLookup {
   bool Take(Found* found, std::string* error);
 
  private:
-  // Shared with the lookup thread, which may outlive this object.
+  // Answer of a lookup. It is shared with the lookup thread, which may outlive this object.
   struct Answer {
     Mutex mu;
     bool is_over PS_GUARDED_BY(mu) = false;

@@ -1,4 +1,5 @@
-// NameService: resolves host names. The addresses of a name may change, or become known only later.
+// NameService: resolves host names. The addresses of a name may change, and may become known only
+// later.
 #ifndef BYTEPS_NET_LINK_NAME_SERVICE_H_
 #define BYTEPS_NET_LINK_NAME_SERVICE_H_
 
@@ -32,10 +33,10 @@ class NameService {
   static void Set(std::shared_ptr<NameService> service);
 };
 
-// Logs that this process waits for the reason `why`.
+// Logs that this process waits, for the reason `why`.
 void SayWaiting(const std::string& why);
 
-// Returns what `find` returns. Retries while it throws UnknownHost, for `limit_s`
+// Returns the result of `find`. Retries while `find` throws UnknownHost, for `limit_s`
 // (BYTEPS_START_TIMEOUT_S); then throws Error.
 template <typename Find>
 auto AwaitHost(double limit_s, const Find& find) -> decltype(find()) {

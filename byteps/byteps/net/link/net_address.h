@@ -17,11 +17,11 @@ struct Address {
 
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
-  // Copies an IPv4 or IPv6 address. Other families give an address whose text is empty.
+  // Copies an IPv4 or IPv6 address. The text of other families' addresses is empty.
   static Address Of(const sockaddr* address);
-  // "10.0.0.1:9000", "[::1]:9000"
+  // Returns text such as "10.0.0.1:9000" or "[::1]:9000".
   std::string Text() const;
-  // "10.0.0.1"; "" for other families.
+  // Returns text such as "10.0.0.1"; "" for other families.
   std::string Host() const;
 };
 
@@ -33,9 +33,9 @@ std::vector<Address> Resolve(const std::string& host, int port);
 bool IsNumeric(const std::string& host);
 
 // Returns the numeric local address that the kernel would use to reach `host`:`port`. It only
-// connects a UDP socket, and sends nothing. With this address a node on several networks announces
-// its address on the scheduler's network, without configuration. Throws UnknownHost if `host` does
-// not resolve, and Error if there is no route.
+// connects a UDP socket, and sends nothing. So a node on several networks announces its address on
+// the scheduler's network, without configuration. Throws UnknownHost if `host` does not resolve,
+// and Error if there is no route.
 std::string LocalAddressTowards(const std::string& host, int port);
 
 // Returns the first numeric address, IPv4 before IPv6, of the interface with exactly this name.
@@ -62,19 +62,19 @@ constexpr int kRefusedBase = 1 << 24;
 
 std::chrono::steady_clock::duration ToDuration(double seconds);
 
-// "30.0 s (BYTEPS_PEER_TIMEOUT_S=30)"
+// Returns text such as "30.0 s (BYTEPS_PEER_TIMEOUT_S=30)".
 std::string Limit(double seconds, const char* variable);
 
-// "1 worker", "2 workers"
+// Returns text such as "1 worker" or "2 workers".
 std::string Plural(int n, const char* noun);
 
-// Returns "worker 1" for a node id.
+// Returns text such as "worker 1" for a node id.
 std::string RoleAndRank(int node_id);
 
-// Returns "10.0.0.2:40123"; without a port for a worker, which does not listen.
+// Returns text such as "10.0.0.2:40123"; without a port for a worker, which does not listen.
 std::string AddressOf(const Node& node);
 
-// "worker 1 (10.0.0.3)", "server 0 (10.0.0.2:40123)"
+// Returns text such as "worker 1 (10.0.0.3)" or "server 0 (10.0.0.2:40123)".
 std::string Describe(const Node& node);
 
 }  // namespace ps

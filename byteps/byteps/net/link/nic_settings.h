@@ -12,7 +12,7 @@ namespace ps {
 struct NicSettings {
   std::string names = "auto";  // BYTEPS_NICS
   bool uses_rdma = false;
-  // Whether older variables restrict the node to the NIC of a single address or device.
+  // Whether older variables restrict the node to the NIC of one address or device.
   bool names_address = false;        // DMLC_NODE_HOST or DMLC_INTERFACE
   bool chooses_rdma_device = false;  // BYTEPS_RDMA_DEVICE
   std::string gpu;                   // PCI bus id of a worker's GPU, "0000:1b:00.0"; "": no GPU

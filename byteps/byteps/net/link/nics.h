@@ -1,7 +1,7 @@
-// The NICs of this host, and the choice of the NICs that a node uses.
+// NICs of this host, and the choice of those that a node uses.
 //
 // The scheduler and servers use all suitable NICs of the host. A worker uses the NICs nearest to
-// its GPU: first those below the same PCIe switch, then those of the same NUMA node.
+// its GPU: those below the same PCIe switch or, if there are none, those of the same NUMA node.
 #ifndef BYTEPS_NET_LINK_NICS_H_
 #define BYTEPS_NET_LINK_NICS_H_
 
@@ -25,7 +25,7 @@ struct HostNic {
   std::string rdma;  // name of this interface's RDMA device; "": it has none
   Nic nic;
   bool is_up = false;
-  bool is_device = false;  // the NIC is physical, or a virtual device of a hypervisor
+  bool is_device = false;  // whether the NIC is physical, or a virtual device of a hypervisor
   // PCIe path of the NIC from the root, "pci0000:15/0000:15:01.0/0000:16:00.0"; "": not on PCIe.
   std::string place;
   int numa = -1;  // NUMA node of the NIC; -1: unknown
@@ -53,7 +53,7 @@ struct NicUser {
   std::string setting;
   std::string address;  // this node's address, as others know it
   bool is_worker = false;
-  bool only_own = false;  // use the NIC of `address` alone
+  bool only_own = false;  // whether to use only the NIC of `address`
   bool uses_rdma = false;
   DevicePlace gpu;     // place of a worker's GPU; empty: it has no GPU
   int local_rank = 0;  // rank among the workers of this host
@@ -92,8 +92,8 @@ struct ThreadPlace {
 
 // Chooses a NUMA node for each of `threads` threads that together serve `nics`. A NUMA node gets
 // threads in proportion to the rate of its NICs, at least one. No thread is bound to a NUMA node if
-// the host has only one, if the NUMA node of a NIC is unknown, if there are fewer threads than NUMA
-// nodes with NICs, or if the process may use fewer cores of a NUMA node than threads would run
+// the host has only one, if a NIC's NUMA node is unknown, if there are fewer threads than NUMA
+// nodes with NICs, or if this process may use fewer cores of a NUMA node than threads would run
 // there.
 std::vector<ThreadPlace> PlaceThreads(const std::vector<HostNic>& nics, const NumaNodes& nodes,
                                       const std::set<int>& allowed, int threads);

@@ -10,14 +10,14 @@
 
 namespace ps {
 
-// An outage of a link: its deadline, and the reason to report if the outage is not over by then. An
+// Outage of a link: its deadline, and the reason to report if the outage is not over by then. An
 // outage may span several connections.
 //
-// A new connection alone does not end the outage, since a path may carry a greeting and nothing
-// larger. The outage ends when the peer has acknowledged something sent over the new connection, or
-// as soon as the transport knows otherwise that the connection works.
+// A new connection alone does not end the outage, because a path may carry a greeting and nothing
+// larger. The outage ends when the peer has acknowledged bytes that were sent over the new
+// connection, or when the transport knows otherwise that the connection works.
 //
-// Not thread-safe: the link locks it, or uses it in a single thread.
+// Not thread-safe: the link locks this object, or uses it in a single thread.
 class OutageWatch {
  public:
   using Clock = LinkOutage::Clock;
@@ -25,21 +25,21 @@ class OutageWatch {
   // `reconnect_s`: BYTEPS_RECONNECT_TIMEOUT_S.
   explicit OutageWatch(double reconnect_s) : reconnect_s_(reconnect_s) {}
 
-  // Call when the connection broke. The link may be without one for `patience`, of which
-  // `counted` has already passed in silence. `by_peer`: the peer closed the connection. If the
-  // previous outage is not over, it continues, with the earlier of the two deadlines. Returns
-  // whether the deadline has changed.
+  // Begins an outage when the connection broke. The link may be without a connection for
+  // `patience`, of which `counted` has already passed in silence. `by_peer`: whether the peer
+  // closed the connection. If the previous outage is not over, it continues, with the earlier of
+  // the two deadlines. Returns whether the deadline has changed.
   bool Begin(const std::string& reason, LinkFault fault, bool by_peer, Clock::duration patience,
              Clock::duration counted);
 
   // Continues with a new connection, over which `again` messages are sent again. The peer is alive,
-  // so the outage gets the full time.
+  // so the outage may last for the full time.
   void AwaitProof(size_t again);
   // Records that the peer has acknowledged, over the new connection, messages that were sent over
-  // the previous one. This proves that the previous connection worked.
+  // the previous one. So the previous connection worked.
   void HearProofOfTheLast();
-  // Call when the deadline has passed. Returns the time until which the newest connection may still
-  // prove that it works. The link is lost if that time has passed.
+  // Returns the time until which the newest connection may still prove that it works. The link is
+  // lost if that time has passed. Call when the deadline has passed.
   Clock::time_point ChanceUntil() const;
   void PostponeTo(Clock::time_point deadline) { outage_.deadline = deadline; }
   // Notes how many bytes were sent over the new connection without any acknowledgement.
@@ -71,7 +71,7 @@ class OutageWatch {
   bool by_peer_ = false;
   Clock::time_point longest_;  // the deadline if the peer is known to be alive
   bool awaits_proof_ = false;
-  bool continues_ = false;  // the last connection broke before it proved that it works
+  bool continues_ = false;  // whether the last connection broke before it proved that it works
   Clock::time_point resumed_at_;
   size_t again_ = 0;
 };

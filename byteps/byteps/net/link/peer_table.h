@@ -1,10 +1,10 @@
 // PeerTable: the processes at the other ends of this node's links.
 //
-// A process that connects to this node is identified by its authenticated token (admission.h). The
+// The authenticated token (admission.h) of a process that connects to this node identifies it. The
 // process gets its node id later: the scheduler assigns it, and a server takes it from the
 // process's authenticated claim. If a server will connect to this server, the scheduler announces
-// it first: the table then has a link for it, on which messages wait. A process that this node
-// connects to is identified by its node id alone.
+// it first: the table then has a link for it, on which messages wait. A process to which this node
+// connects is identified by its node id alone.
 #ifndef BYTEPS_NET_LINK_PEER_TABLE_H_
 #define BYTEPS_NET_LINK_PEER_TABLE_H_
 
@@ -43,10 +43,10 @@ struct LinkLoad {
   size_t bytes() const { return queued_bytes + in_flight_bytes; }
 };
 
-// Returns whether the rates of two links differ so much that the faster link should get a longer
+// Returns whether the rates of two links differ so much that the faster one should get a longer
 // queue.
 inline bool DifferInRate(const LinkLoad& a, const LinkLoad& b) {
-  constexpr double kUneven = 2;  // rates are measured: smaller differences count as equal
+  constexpr double kUneven = 2;  // measured rates that differ less count as equal
   const auto [low, high] = std::minmax(a.bytes_per_ns, b.bytes_per_ns);
   return low > 0 && high > kUneven * low;
 }
@@ -61,14 +61,14 @@ inline bool IsBetter(const LinkLoad& load, const LinkLoad& than) {
   return load.nics != than.nics && load.in_flight_bytes < than.in_flight_bytes;
 }
 
-// Returns the link with the fewest queued bytes, and a broken link only if all links are broken.
-// Compares links over different NICs by bytes in flight, since the kernel may hold many bytes while
-// nothing is queued. Compares links of different rates by the time at which they would have sent
-// everything. So each NIC carries what its rate allows. Returns null if all links are closed.
-// `links` may contain nulls.
+// Returns the link with the fewest queued bytes. A broken link is returned only if all links are
+// broken. Links over different NICs are compared by bytes in flight, because the kernel may hold
+// many bytes while nothing is queued. Links of different rates are compared by the time at which
+// they would have sent everything. So each NIC carries as much as its rate allows. Returns null if
+// all links are closed. `links` may contain nulls.
 template <typename Link>
 std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
-  // Shortcut: a single link needs no comparison, and no lock to read its load.
+  // A single link needs no comparison, and so no lock for reading its load.
   if (links.size() == 1) return links.front();
   const std::shared_ptr<Link>* best = nullptr;
   LinkLoad least;
@@ -117,13 +117,13 @@ class PeerTable {
     by_id.swap(by_id_);
   }
 
-  // Adds a peer that this node connects to. The peer's id must be set.
+  // Adds a peer to which this node connects. The peer's id must be set.
   void Add(PeerPtr peer) {
     MutexLock lock(&mu_);
     by_id_[peer->id] = std::move(peer);
   }
 
-  // Adds the process `who` as node `id`, before it connects. `link`: its first link, on which
+  // Adds the process `who` as node `id` before it connects. `link`: its first link, on which
   // messages can already be queued.
   void Expect(const PeerIdentity& who, int id, LinkPtr link) {
     auto peer = std::make_shared<Peer>();
@@ -146,12 +146,12 @@ class PeerTable {
     LinkPtr link;      // null: refused
     LinkPtr replaced;  // the link that `link` replaces; null: none
   };
-  // Policy for a peer that asks again for an existing link, without resuming it.
+  // Policy for a peer that asks again for an existing link without resuming it.
   enum class Again {
     kTakesTheLink,  // the peer gets the same link: it may not know that it was accepted before
     kMakesAnother,  // the peer gets a new link: it asks again only after it gave up the old one
   };
-  // Returns the link for an applicant that ReasonToRefuse accepts. If there is no link, makes one
+  // Returns the link for an applicant that ReasonToRefuse accepts. If there is none, makes a link
   // by `make(id)`, with the lock held.
   template <typename Make>
   Admitted Admit(const Applicant& applicant, bool is_scheduler, Again again, const Make& make) {
@@ -191,7 +191,7 @@ class PeerTable {
   }
 
   struct Named {
-    bool is_there = false;  // false: the process has connected, and left again
+    bool is_there = false;  // whether the process is still connected
     Links displaced;        // links of the process that had this id before
   };
   // Gives a node id to a connected process. The scheduler calls this.
@@ -213,7 +213,7 @@ class PeerTable {
   }
 
   struct Loss {
-    PeerPtr peer;  // the peer that the link belonged to; null: no loss to report
+    PeerPtr peer;  // peer to which the link belonged; null: no loss to report
     int id = Node::kEmpty;
     LinkPtr link;  // null: the link was not in the table
   };
@@ -264,8 +264,8 @@ class PeerTable {
   LinkPtr Choose(int id, int plane) {
     return Choose(id, plane, [](Link&) { return false; });
   }
-  // Does the same, but if there are several links, prefers the first link for which
-  // `is_meant(link)` is true.
+  // Returns the same, except that it prefers the first of several links for which `is_meant(link)`
+  // is true.
   template <typename IsMeant>
   LinkPtr Choose(int id, int plane, const IsMeant& is_meant) {
     MutexLock lock(&mu_);

@@ -11,8 +11,8 @@
 
 namespace ps {
 
-// Every frame that this side sends carries an acknowledgement. A frame with nothing but an
-// acknowledgement is sent at once after many bytes or messages, otherwise within kSoon.
+// Acknowledgements of a link. Every frame that this side sends carries one. A frame with nothing
+// but an acknowledgement is sent at once after many bytes or messages, otherwise within kSoon.
 class Receipts {
  public:
   static constexpr size_t kManyBytes = 64 << 10;
@@ -34,8 +34,8 @@ class Receipts {
 
   enum class Tell { kNothing, kNow, kSoon };
 
-  // Returns what to do when there is nothing more to read for now. If the result is Tell::kSoon,
-  // call IsDue after the time kSoon.
+  // Returns what to do when there is nothing more to read for now. After Tell::kSoon, call IsDue
+  // when the time kSoon has passed.
   Tell Next() {
     BPS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
                   std::to_string(told_) + " of " + std::to_string(received_));

@@ -22,7 +22,7 @@ class Redial {
   Redial(Clock::duration first, Clock::duration longest)
       : first_(first), longest_(longest), pause_(first) {}
 
-  // Starts over after an established link broke; whether the peer still listens is unknown.
+  // Starts over after an established link broke. Whether the peer still listens is then unknown.
   void Begin() {
     pause_ = first_;
     last_error_.clear();
@@ -34,7 +34,7 @@ class Redial {
     nobody_listens_ = nobody_listens;
     last_error_ = error;
   }
-  // Makes the next pause the shortest, because the reason of the failure will soon be gone.
+  // Makes the next pause the shortest, because the reason for the failure will soon be gone.
   void Hurry() { pause_ = first_; }
   void Succeeded() { nobody_listens_ = false; }
 

@@ -14,14 +14,14 @@ namespace ps {
 //
 // Messages are numbered in the order in which the link accepts them. A link has accepted a message
 // when a socket has taken all its bytes, or a device has taken its last request. A link delivers in
-// this order, so a count of received messages says which messages have arrived. After a link
-// breaks, the peer tells its count over the next connection, and this side sends the missing
-// messages again before any other. So each message arrives exactly once.
+// this order, so a count of received messages says which ones have arrived. After a link breaks,
+// the peer tells its count over the next connection, and this side sends the missing messages again
+// before any other. So each message arrives exactly once.
 //
 // Messages that are sent again get new numbers, in the order in which they are accepted this time,
 // which may differ: a device may complete a small message before a large one that began earlier.
 //
-// Not thread-safe: the link locks it.
+// Not thread-safe: the link locks this object.
 //
 // T is a pointer that owns a message. Arrived messages are moved to the caller's list. The caller
 // destroys them without the lock, because a message's owner may call Send.
@@ -61,9 +61,9 @@ class ReplayLog {
             " were sent and " + std::to_string(received) + " have arrived");
   }
 
-  // Call when there is a new connection, over which the peer has told that it has received
-  // `received` messages. Returns the messages that the peer is missing, in order: send them before
-  // any other. If this throws, like Arrived, it changes nothing.
+  // Returns the messages that the peer is missing, in order. Send them before any other. Call when
+  // there is a new connection, over which the peer has told that it has received `received`
+  // messages. If this throws, like Arrived, it changes nothing.
   template <typename List>
   std::deque<T> Resume(uint64_t received, List* arrived) {
     Arrived(received, arrived);

@@ -8,7 +8,7 @@
 
 namespace ps {
 
-// All NICs of a server, as one total.
+// Totals over all NICs of a server.
 struct ServerNics {
   int mbps = 0;         // rate of all NICs; 0: unknown
   int numa_nodes = 0;   // number of NUMA nodes with these NICs

@@ -9,7 +9,7 @@
 
 namespace ps {
 
-// Delivers the events of a job to this process. Checks that a job ends only once. Thread-safe.
+// Delivers the events of a job to this process. It checks that a job ends only once. Thread-safe.
 class Announcer {
  public:
   using Listener = std::function<void(const MembershipEvent&)>;
@@ -18,12 +18,12 @@ class Announcer {
   explicit Announcer(Listener listener);
 
   void Tell(const MembershipEvent& event);
-  // Tells a kFailed event. `next_generation`: see MembershipEvent.
+  // Delivers a kFailed event. `next_generation`: see MembershipEvent.
   void TellFailure(const std::string& reason, int next_generation, const char* file, int line);
 
  private:
   const Listener listener_;
-  std::atomic<bool> over_{false};  // the listener was told of the end
+  std::atomic<bool> over_{false};  // whether the listener was told of the end
 };
 
 }  // namespace ps

@@ -21,7 +21,7 @@ struct NodeInfo {
   int nics = 1;         // number of NICs over which the node sends data
 };
 NodeInfo InfoOf(const Node& node);
-// Returns "10.0.0.2:40123", or "10.0.0.2:40123 on 2 NICs".
+// Returns text such as "10.0.0.2:40123", or "10.0.0.2:40123 on 2 NICs".
 std::string PlaceOf(const NodeInfo& node);
 
 // Limit of the report that a node sends with a heartbeat, in bytes.
@@ -32,7 +32,7 @@ struct MembershipEvent {
     kFailed,    // the job cannot continue; `reason` says why
     kNodeLeft,  // on servers and the scheduler: the worker of `rank` left, and sends nothing more
     kEnded,     // all workers left; `suspended`: the workers will come back
-    kReported,  // on the scheduler: `node` sent `report`; of `node` only the id is set
+    kReported,  // on the scheduler: `node`, of which only the id is set, has sent `report`
     kListens,   // this process is `node`, and accepts connections
     kWelcomed,  // the scheduler admitted this process as `node`; other nodes may be missing
     kAdmitted,  // on the scheduler: `node` joined; the numbers below describe the job now
@@ -41,23 +41,23 @@ struct MembershipEvent {
     kAwaited,   // on a worker: other workers wait for its push of `round` of the tensor `report`
     // Sent to workers, the scheduler, and with backups (MembershipSettings) to servers.
     // kServerLost: the server of `rank` is lost, for `reason`, and the job waits for a replacement.
-    // kServerReplaced: the replacement is there, and neighbors may send to it. A new server gets
-    // kServerLost for each server that is lost when it joins.
+    // kServerReplaced: the replacement has come, and neighbors may send to it. A server that joins
+    // gets kServerLost for each server that is lost at that time.
     kServerLost,
     kServerReplaced,
   };
   Kind kind;
   int rank = -1;
   bool suspended = false;
-  // For kFailed, on a scheduler that keeps the cluster: the generation whose nodes it waits for
-  // now. Otherwise 0.
+  // For kFailed, on a scheduler that keeps the cluster: generation whose nodes it waits for now.
+  // Otherwise 0.
   int next_generation = 0;
   std::string reason;
   // Source location at which the failure was found.
   const char* file = "";
   int line = 0;
   NodeInfo node;
-  // The job's numbers, for kAdmitted, kComplete, and kNodeLeft on the scheduler.
+  // Numbers of the job, for kAdmitted, kComplete, and kNodeLeft on the scheduler.
   int generation = 0;
   int workers = 0;
   int servers = 0;
@@ -86,10 +86,10 @@ struct JobView {
   Phase phase = kGathering;
   int generation = 1;
   std::string failure;  // failure of this generation or, while gathering, of the previous one
-  int workers = -1;     // number that the job should have, as `servers`; -1: not known yet
+  int workers = -1;     // number of workers that the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;
-  std::string missing;   // while gathering: "worker 3, worker 7, 2 servers"
+  std::string missing;   // missing nodes, such as "worker 3, worker 7, 2 servers", while gathering
   ReplicaView replicas;  // empty: the job alone trains its model
 };
 

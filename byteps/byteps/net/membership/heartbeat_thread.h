@@ -20,10 +20,10 @@ class HeartbeatThread {
  public:
   using Clock = AwakeClock;
 
-  // Callbacks; the thread calls them without a lock.
+  // Callbacks. The thread calls them without a lock.
   struct Tasks {
     // Returns the time at which to call `on_due`; time_point::max() if no task is planned. Returns
-    // nothing if even heartbeats are not needed now: the thread then sleeps until Wake.
+    // nothing if even heartbeats are not needed now. The thread then sleeps until Wake.
     std::function<std::optional<Clock::time_point>()> next_due;
     std::function<void(Clock::time_point now)> on_due;
     std::function<void(Clock::time_point now)> on_beat;
@@ -34,9 +34,10 @@ class HeartbeatThread {
   ~HeartbeatThread() = default;
 
   void Start();
-  // Call when the result of next_due has changed. Thread-safe; allowed before Start and after Stop.
+  // Makes the thread ask next_due again, because its result has changed. Thread-safe; allowed
+  // before Start and after Stop.
   void Wake();
-  // Returns when the thread has ended. The thread itself must not call this.
+  // Ends the thread. Returns when it has ended. The thread itself must not call this.
   void Stop();
 
  private:
@@ -51,8 +52,8 @@ class HeartbeatThread {
   std::thread thread_;
 };
 
-// Returns a prefix for the reason why another process is lost: "worker 1 (10.0.0.3) stood still for
-// 40.0 s; " if this process, named `self`, recently stood still for long; otherwise "".
+// Returns a prefix for the reason why another process is lost. It is "worker 1 (10.0.0.3) stood
+// still for 40.0 s; " if this process, named `self`, recently stood still for long; otherwise "".
 std::string StoodStill(const std::string& self, double peer_timeout_s);
 
 }  // namespace ps

@@ -33,7 +33,7 @@
 // Each command is accepted only from nodes that may send it (net/membership/membership.cc).
 //
 // SchedulerMembership (scheduler_membership.h) and NodeMembership (node_membership.h) implement the
-// two sides, independently of each other. A van uses the common interface, Membership. Both sides
+// two sides, independently of each other. A van uses their common interface, Membership. Both sides
 // use the roster of nodes (roster.h), the messages (words.h), the heartbeat thread, and the
 // process's events (event.h).
 //
@@ -69,7 +69,7 @@ namespace ps {
 class NodeMembership;
 class SchedulerMembership;
 
-// Thrown if the scheduler has no place for this node yet. The caller may make a new NodeMembership
+// Thrown if the scheduler has no rank for this node yet. The caller may make a new NodeMembership
 // and call Join again.
 struct ComeAgain : public Error {
   using Error::Error;
@@ -94,8 +94,8 @@ struct WouldBeAdmitted : public Error {
 
 class Membership {
  public:
-  // Called by the receiving thread or the heartbeat thread, without a lock. Must not block or stop
-  // the van.
+  // Called by the receiving thread or the heartbeat thread, without a lock. It must not block or
+  // stop the van.
   using Listener = Announcer::Listener;
 
   // Makes the scheduler's side or a node's side, as the settings say. `links` must outlive the
@@ -112,33 +112,34 @@ class Membership {
   // returns when the job is complete (NodeMembership::Join).
   virtual void Join() = 0;
 
-  // Fails the job, because this server or scheduler "was `how`", e.g. "stopped by SIGTERM". Returns
-  // when all nodes have been told, within a few seconds. If no worker has come yet, there is no job
-  // to fail, and the scheduler just forgets this server.
+  // Fails the job, because this server or scheduler "was `how`", for example "stopped by SIGTERM".
+  // Returns within a few seconds, when all nodes have been told. If no worker has come yet, there
+  // is no job to fail, and the scheduler only forgets this server.
   virtual void StopByOrder(const std::string& how) = 0;
 
-  // Returns whether the job has begun and has workers. The scheduler and servers should not stop
-  // while it has: workers that are told to stop may first save their state, which needs all of
+  // Returns whether the job has begun and has workers. While it has, the scheduler and servers
+  // should not stop: workers that are told to stop may first save their state, which needs all of
   // them.
   virtual bool HasWorkers() = 0;
 
   // Ends the heartbeat thread. Nothing is sent or reported afterwards.
   virtual void Stop() = 0;
 
-  // Handles a control message. Ignores a message that its sender must not send, with a warning for
+  // Handles a control message. Ignores a message that its sender must not send, with a warning at
   // the first such message of each sender. Called by the receiving thread.
   virtual void Handle(const Message& msg) = 0;
 
   // Handles the end of the connection to `node_id`. Called by the receiving thread.
   virtual void OnDisconnect(int node_id) = 0;
 
-  // Handles a connection to `node_id` that broke for the reason `how`: its other end may be alive.
-  // This node waits a moment for the scheduler's news of that process. If there is none, this node
-  // reports the loss, and the job fails. `closed`: the peer closed the connection, so this node
-  // also waits for the peer's own reason. Called by the receiving thread.
+  // Handles a connection to `node_id` that broke for the reason `how`. The process at its other end
+  // may be alive. So this node first waits a moment for the scheduler's news of that process. If
+  // there is none, this node reports the loss, and the job fails. `closed`: whether the peer closed
+  // the connection; then this node also waits for the peer's own reason. Called by the receiving
+  // thread.
   virtual void OnLinkLost(int node_id, const std::string& how, bool closed) = 0;
 
-  // Returns "worker 1 (10.0.0.3:41234)", without the address while unknown.
+  // Returns text such as "worker 1 (10.0.0.3:41234)", without the address while it is unknown.
   virtual std::string NameOf(int node_id) = 0;
 };
 
@@ -147,14 +148,14 @@ namespace membership {
 void Send(MembershipLinks* links, Control::Command command, int recver,
           const std::string& body = "", const std::vector<Node>& nodes = {});
 
-// Returns "scheduler (10.0.0.1:9000)".
+// Returns text such as "scheduler (10.0.0.1:9000)".
 std::string NameOfScheduler(const MembershipLinks& links);
 
 // Returns whether a node of role `from` may send this command to a node of role `to`. `body`: body
 // of the message.
 bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std::string& body);
 
-// Returns "JOB_END".
+// Returns text such as "JOB_END".
 std::string NameOf(Control::Command command);
 
 }  // namespace membership

@@ -18,10 +18,10 @@ class MembershipLinks {
   // Sets this node's record, with the id that the scheduler gave it.
   virtual void SetSelf(const Node& node) = 0;
   // Connects to `node`, or gives an id to the process that has connected as `node`. If `node` is
-  // the scheduler, and is connected already, takes note of its NICs.
+  // the scheduler and is already connected, takes note of its NICs.
   virtual void Connect(const Node& node) = 0;
-  // Closes the connection once all queued messages are sent. On a server, closes the connection at
-  // once, and another process may then take this id.
+  // Closes the connection when all queued messages are sent. On a server, closes it at once, and
+  // another process may then take this id.
   virtual void Disconnect(int node_id) = 0;
   // Sends a message. Never blocks. Drops a message that cannot be sent; Membership::OnLinkLost gets
   // the reason.

@@ -1,5 +1,5 @@
-// NodeMembership: membership of a worker or server. Joins the job, sends heartbeats and reports of
-// broken links, watches the scheduler, and follows the scheduler's messages.
+// NodeMembership: membership of a worker or server. It joins the job, sends heartbeats and reports
+// of broken links, watches the scheduler, and follows its messages.
 #ifndef BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
 
@@ -38,7 +38,8 @@ class NodeMembership : public Membership {
   // admitted. A probe (MembershipSettings::probe) always throws one of these, or WouldBeAdmitted.
   void Join() override;
   void StopByOrder(const std::string& how) override;
-  bool HasWorkers() override;  // false once the scheduler has announced that none is left
+  // Returns false when the scheduler has announced that no worker is left.
+  bool HasWorkers() override;
   void Stop() override;
   void Handle(const Message& msg) override;
   void OnDisconnect(int node_id) override;
@@ -48,8 +49,8 @@ class NodeMembership : public Membership {
   std::string HostOf(int node_id);
 
   // Leaves the job, as a worker. Waits a few seconds for the answer. If Farewell::failure is set,
-  // the job fails for all nodes. If the scheduler keeps the cluster, Farewell::error has the same
-  // effect, since a worker with incomplete work will be started again.
+  // the job fails for all nodes. If the scheduler keeps the cluster, Farewell::error does the same,
+  // because a worker with incomplete work will be started again.
   void Leave(const Farewell& farewell);
 
   // Sends the scheduler a message about a replica (docs/design/replicas.md). In a Late message,
@@ -60,11 +61,11 @@ class NodeMembership : public Membership {
   // thread calls `report`, without a lock, and not after Stop.
   void SetReporter(std::function<std::string()> report);
 
-  // Rate of the slowest worker's NIC, in Mbit/s each way; 0 if the rate of any worker's NIC is
-  // unknown. Equal on all workers. Call after Join, on a worker.
+  // Returns the rate of the slowest worker's NIC, in Mbit/s each way; 0 if the rate of any worker's
+  // NIC is unknown. Equal on all workers. Call after Join, on a worker.
   int link_mbps();
-  // Whether the job was running when this worker's replica came. The replica takes no part in sums
-  // until it is admitted. Call after Join, on a worker.
+  // Returns whether the job was running when this worker's replica came. The replica takes no part
+  // in sums until it is admitted. Call after Join, on a worker.
   bool is_late();
   // Returns whether the scheduler has died and may return, or has returned and may still wait for
   // nodes.
@@ -74,16 +75,17 @@ class NodeMembership : public Membership {
   using Clock = AwakeClock;
   enum class State { kJoining, kActive, kFailed, kEnded, kStopped };
 
-  // Why this node leaves the job, or the job ends.
+  // Reason why this node leaves the job, or why the job ends.
   struct Failure {
-    // The type that Join throws: Error or JobFailed, ComeAgain, NoAnswer, WouldBeAdmitted.
+    // Exception that Join throws: Error or JobFailed, ComeAgain, NoAnswer, WouldBeAdmitted.
     enum Kind { kFinal, kComeAgain, kNoAnswer, kWouldBeAdmitted } kind = kFinal;
     std::string reason;
     const char* file = "";  // source location at which the failure was found
     int line = 0;
   };
 
-  // The connection to the scheduler closed. Its last message may still arrive, until `due`.
+  // The connection to the scheduler has closed. The scheduler's last message may still arrive,
+  // until `due`.
   struct SchedulerLoss {
     std::string how;
     Clock::time_point due;
@@ -96,7 +98,7 @@ class NodeMembership : public Membership {
     bool reported = false;
   };
 
-  // A dead scheduler that may return.
+  // Absence of a dead scheduler that may return.
   struct Absence {
     std::string how;
     Clock::time_point since;
@@ -113,7 +115,7 @@ class NodeMembership : public Membership {
     bool ready = false;
     std::optional<membership::Admit> admit;
     // Other requests. When the scheduler answers a heartbeat, it has handled all requests that were
-    // sent before that heartbeat, and they are dropped.
+    // sent before that heartbeat, and these are dropped.
     std::vector<std::string> words;
     std::optional<size_t> marked;  // number of `words` that were sent before the last heartbeat
   };
@@ -126,7 +128,7 @@ class NodeMembership : public Membership {
   // Fails the job. `file` and `line`: source location at which the failure was found.
   void Fail(const std::string& reason, const char* file = __builtin_FILE(),
             int line = __builtin_LINE());
-  // Ends Join without telling other nodes: nothing has failed yet.
+  // Ends Join without telling other nodes, because nothing has failed yet.
   void EndJoin(Failure failure) PS_REQUIRES(mu_);
 
   // The scheduler's messages.
@@ -152,7 +154,7 @@ class NodeMembership : public Membership {
   bool AwaitScheduler(const std::string& how);
   void LookForScheduler(Clock::time_point now);
   membership::Account MakeAccount();
-  // Records a failed attempt to reach the scheduler. Returns false if no attempt was in progress.
+  // Records a failed attempt to reach the scheduler. Returns false if no attempt was being made.
   bool NotFound(const std::string& how) PS_REQUIRES(mu_);
   // Handles this node's admission by a scheduler. Returns true if this node was waiting
   // for its scheduler to return.
@@ -161,7 +163,8 @@ class NodeMembership : public Membership {
   void Remember(const membership::MemberWord& word) PS_REQUIRES(mu_);
   void OnHeartbeat();
 
-  // `unwelcome`: the reason to give if the scheduler has not admitted this node.
+  // Handles the loss of the scheduler. `unwelcome`: reason to give if the scheduler has not
+  // admitted this node.
   void OnSchedulerLost(const std::string& how, const std::string& unwelcome);
 
   // Tasks of the heartbeat thread.
@@ -170,7 +173,7 @@ class NodeMembership : public Membership {
   void OnBeat(Clock::time_point now);
   void ReportBrokenLinks(Clock::time_point now);
   void ReportBrokenLink(int id);
-  // Fails the job if an invariant of this process was broken, wherever in its code.
+  // Fails the job if an invariant of this process was broken, anywhere in its code.
   void CheckInvariants();
 
   MembershipLinks* const links_;

@@ -16,7 +16,7 @@ struct ReplicaView {
   // Epoch in which each replica became ready to join, or 0 if it was present from the beginning.
   std::vector<int> ready_epochs;
   // Donor of each replica: the replica that sends it the current state. -1 if the replica was
-  // present from the beginning, or has not joined yet. The scheduler chooses donors, since nodes
+  // present from the beginning, or has not joined yet. The scheduler chooses donors, because nodes
   // may notice at different times that a replica was removed.
   std::vector<int> donors;
   std::string news;  // text that describes the latest change, for the log; may be ""
@@ -25,7 +25,7 @@ struct ReplicaView {
   bool IsPresent(int replica) const { return present[replica] == '1'; }
   // Returns the first of the replica's consecutive ranks.
   int FirstRank(int replica) const { return replica * (workers / count()); }
-  // Ranks of the replicas that are not present.
+  // Returns the ranks of the replicas that are not present.
   std::set<int> AbsentRanks() const;
 };
 

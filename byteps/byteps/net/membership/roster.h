@@ -14,12 +14,12 @@ namespace ps {
 // A node of a job.
 struct Member {
   Node node;
-  bool left = false;     // the node's work is done, or the node was removed
-  bool removed = false;  // the node was removed, together with its replica
-  // The node has left, but stays until all workers have left: other workers may need its sums if a
-  // server is lost.
+  bool left = false;     // whether the node's work is done, or the node was removed
+  bool removed = false;  // whether the node was removed, together with its replica
+  // Whether the node has left but stays until all workers have left, because other workers may need
+  // its sums if a server is lost.
   bool lingers = false;
-  // The scheduler alone sets the following members.
+  // Only the scheduler sets the following members.
   bool left_to_suspend = false;
   AwakeClock::time_point left_at;  // time at which a lingering node left
   AwakeClock::time_point heard;
@@ -62,7 +62,7 @@ class Roster {
   int FirstFreeRank(Node::Role role) const;
 
   bool IsComplete() const;
-  // Returns "worker 3, worker 7, 2 servers"; "" if the job is complete.
+  // Returns text such as "worker 3, worker 7, 2 servers"; "" if the job is complete.
   std::string Missing() const;
   // Returns whether every worker has come and left.
   bool AllWorkersLeft() const;

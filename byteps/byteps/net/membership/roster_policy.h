@@ -17,8 +17,8 @@ namespace ps {
 struct ScheduledJob;
 class SchedulerMembership;
 
-// A scheduler's policy for lost nodes and for nodes that come to a running job. This base class
-// ends the job; recovery/scheduler has a policy that continues the job.
+// Scheduler's policy for lost nodes, and for nodes that come to a running job. This base class ends
+// the job at a loss; the policy in recovery/scheduler continues it.
 //
 // Thread-safe.
 class RosterPolicy {
@@ -48,7 +48,7 @@ class RosterPolicy {
   // Returns whether the loss of this member was expected. The scheduler then only closes the
   // member's connection.
   virtual bool IsExcused(int node_id);
-  // Returns a text to append to the reason why the node `lost` is gone; may be "".
+  // Returns text to append to the reason why the node `lost` is gone; may be "".
   virtual std::string AlsoFailed(int lost);
   // Returns why a worker may not leave in order now, or "" if it may.
   virtual std::string WhyMayNotLeave(int node_id);
@@ -58,7 +58,7 @@ class RosterPolicy {
   virtual bool IsOver();
   // Called when the job is over or has failed. The roster then forgets its nodes.
   virtual void Clear() {}
-  // Returns the replicas in the job. The view is empty if the job alone trains its model.
+  // Returns the replicas in the job. The view is empty if only this job trains its model.
   virtual ReplicaView Replicas();
   // Returns the time at which to call OnDue; time_point::max() if nothing is due at any time.
   virtual Clock::time_point NextDue();
@@ -72,20 +72,20 @@ class RosterPolicy {
   virtual void OnBegun() {}
   // Called when `node` was admitted to a running job.
   virtual void OnNewcomer(const Node& /*node*/) {}
-  // Called when a member has sent a message. Returns false if the member is lost anyway.
+  // Called when a member has sent a message. Returns false if the member counts as lost anyway.
   virtual bool OnHeard(int node_id);
   // Called when a member has sent a message about replicas or losses (MEMBERS).
   virtual void OnWord(int /*sender*/, const std::string& /*text*/) {}
   // Called when `worker` has reported its failure. Returns true if the policy calls OnGone later.
   virtual bool HoldsFailure(int worker, const std::string& what);
-  // Decides what to do after `accuser` has reported that its link with `accused` broke. Returns
-  // false if the caller shall decide.
+  // Decides what to do when `accuser` has reported that its link with `accused` broke. Returns
+  // false to leave the decision to the caller.
   virtual bool Judge(int accuser, const Node& accused, const std::string& reason);
   // Handles the loss of a member. Returns false if the job cannot continue without the member.
   virtual bool Lose(int node_id, const std::string& reason);
   // Handles the end of a member that has left in order. Returns false if the job cannot continue.
   virtual bool LoseLeaver(int node_id);
-  // Dismisses workers that lingered and need not any more. Called after a worker has left.
+  // Dismisses workers that linger and are not needed any more. Called when a worker has left.
   virtual void LetGo(Clock::time_point /*now*/) {}
   // Called when the job has failed, after all its nodes were sent the reason.
   virtual void OnJobFailed() {}

@@ -15,7 +15,7 @@ namespace ps {
 // The scheduler's state of a job, shared by SchedulerMembership and its RosterPolicy.
 struct ScheduledJob {
   using Clock = AwakeClock;
-  // kTurning: the scheduler is telling the nodes of a failure; after that it waits for the nodes of
+  // kTurning: the scheduler is telling the nodes of a failure. After that it waits for the nodes of
   // the job's next generation.
   enum class State { kActive, kTurning, kFailed, kEnded, kStopped };
 

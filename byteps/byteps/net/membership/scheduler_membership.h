@@ -27,7 +27,7 @@ namespace ps {
 // node is lost or has left. Its RosterPolicy decides how the job continues after a loss.
 class SchedulerMembership : public Membership {
  public:
-  // Admits nodes from construction on: the links listen before Join.
+  // Admits nodes from construction on, because the links listen before Join.
   SchedulerMembership(MembershipLinks* links, const MembershipSettings& settings,
                       Listener listener);
   ~SchedulerMembership() override;
@@ -53,7 +53,7 @@ class SchedulerMembership : public Membership {
   // Makes the heartbeat thread ask for due tasks.
   void Wake() { heartbeats_.Wake(); }
 
-  // Tells nodes that the job is complete, and which nodes they have links with. Sets the rate of
+  // Tells nodes that the job is complete, and with which nodes they have links. Sets the rate of
   // the slowest link in `beginning`. The caller holds ScheduledJob::telling_mu.
   void TellBeginning(const std::vector<Node>& newcomers, membership::Beginning beginning);
   // Fails the job if a server listens at an address that not all workers can reach.
@@ -63,18 +63,18 @@ class SchedulerMembership : public Membership {
   void SendAway(const Node& node, const std::string& body);
   // Returns why no node is admitted now. Caller holds ScheduledJob::mu.
   membership::Refusal WhyClosed();
-  // Continues a job, and its generation, that another scheduler began. Caller holds
+  // Continues a job that another scheduler began, in the same generation. Caller holds
   // ScheduledJob::mu.
   void TakeOver(uint64_t job);
 
   // Tells servers within kDepartureSeconds that the worker has left. Caller holds ScheduledJob::mu.
   void Depart(const Node& worker);
   void EndJob();
-  // Handles the end of a node. `what`: a text such as "was lost: ..." or "was stopped by SIGTERM".
-  // `before`: text about earlier events, which the report begins with.
+  // Handles the end of a node. `what`: text such as "was lost: ..." or "was stopped by SIGTERM".
+  // `before`: text about earlier events, with which the report begins.
   void OnGone(int node_id, const std::string& what, const std::string& before = "");
-  // Fails the job. `for_good`: the scheduler itself was told to stop, so no further generation
-  // begins. `file` and `line`: source location at which the failure was found.
+  // Fails the job. `for_good`: whether the scheduler itself was told to stop, so that no further
+  // generation begins. `file` and `line`: source location at which the failure was found.
   void FailJob(const std::string& reason, bool for_good = false,
                const char* file = __builtin_FILE(), int line = __builtin_LINE());
 
@@ -92,7 +92,7 @@ class SchedulerMembership : public Membership {
   void TellAll();
   // Answers whether the node would be admitted. Changes nothing.
   void AnswerProbe(const Node& node, const membership::Claim& claim);
-  // Returns the neighbors of a server, with which it has links. Returns none without backups.
+  // Returns the neighbors of a server, with which it has links; none without backups.
   std::vector<Node> NeighborsOf(int server) PS_REQUIRES(job_.mu);
 
   // Functions for nodes that leave.
@@ -103,7 +103,7 @@ class SchedulerMembership : public Membership {
   // Handles a node that is gone or silent: the job fails. If no worker has joined yet, the
   // scheduler only forgets the node.
   void OnLost(int node_id, const std::string& how);
-  // Handles a report that a node cannot continue, from the node itself or from a server.
+  // Handles a report that a node cannot continue. The node itself or a server has sent it.
   void OnFailure(const Message& msg);
   void BeginGeneration();
   // Forgets the nodes of a finished or failed job.
@@ -114,24 +114,25 @@ class SchedulerMembership : public Membership {
   // Tasks of the heartbeat thread.
   std::optional<Clock::time_point> NextDue();
   void OnBeat(Clock::time_point now);
-  // Fails the job if an invariant of this process was broken, wherever in its code.
+  // Fails the job if an invariant of this process was broken, anywhere in its code.
   void CheckInvariants();
   void CheckPeers(Clock::time_point now);
-  // Returns why to stop waiting for missing nodes; "": keep waiting.
+  // Returns the reason to stop waiting for missing nodes; "" to go on waiting.
   std::string ReasonNotToStart(Clock::time_point now) PS_REQUIRES(job_.mu);
-  // Returns why to stop waiting for any node; "": keep waiting.
+  // Returns the reason to stop waiting for any node; "" to go on waiting.
   std::string ReasonToGiveUp(Clock::time_point now) PS_REQUIRES(job_.mu);
 
   ScheduledJob job_;
   const std::unique_ptr<RosterPolicy> policy_;
   membership::IgnoredSenders ignored_;
-  uint64_t broken_invariants_;           // number for which this job or an earlier one has failed
+  // Number of broken invariants for which this or an earlier job has failed.
+  uint64_t broken_invariants_;
   std::atomic<int> last_generation_{0};  // generation that is set in the links
 
   // Failure of the previous generation, with MembershipSettings::keep.
   std::string failure_ PS_GUARDED_BY(job_.mu);
   Clock::time_point generation_begun_ PS_GUARDED_BY(job_.mu);
-  // Workers that have left, as long as servers have not been told.
+  // Workers that have left, until servers have been told.
   std::vector<Node> departed_ PS_GUARDED_BY(job_.mu);
   Clock::time_point tell_departed_ PS_GUARDED_BY(job_.mu);
   int refused_ PS_GUARDED_BY(job_.mu) = 0;

@@ -1,6 +1,6 @@
-// Encodes membership's messages as bytes: a struct as its fields in order, a variant as its index
-// and then its value. A struct that is sent has a function Fields, which ties its fields, and may
-// have a function IsValid, which checks a received struct.
+// Encodes messages of the membership as bytes: a struct as its fields in order, a variant as its
+// index and then its value. A struct that is sent has a function Fields, which ties its fields. It
+// may have a function IsValid, which checks a received struct.
 #ifndef BYTEPS_NET_MEMBERSHIP_WORD_CODEC_H_
 #define BYTEPS_NET_MEMBERSHIP_WORD_CODEC_H_
 

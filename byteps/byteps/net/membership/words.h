@@ -24,7 +24,7 @@ inline auto Fields(ReplicaView& view) {
 inline auto Fields(Farewell& farewell) {
   return std::tie(farewell.suspend, farewell.failure, farewell.error);
 }
-// Returns whether the view describes replicas, or says correctly that there are none.
+// Returns whether the view describes replicas, or correctly says that there are none.
 bool IsValid(const ReplicaView& view);
 
 namespace membership {
@@ -35,14 +35,14 @@ constexpr char kAgain[] = "again: ";
 // Prefix of a REFUSED body that answers a probe: the node would be admitted.
 constexpr char kWould[] = "would: ";
 
-// A registering node's view of the job, in ADD_NODE.
+// View of the job that a registering node sends in ADD_NODE.
 struct Claim {
   int protocol = 0;
-  int workers = -1;  // number of the job's workers, as `servers`; -1: any number
+  int workers = -1;  // number of workers that the job should have; -1: any number
   int servers = -1;
-  int link_mbps = 0;     // rate of a worker's NIC in Mbit/s; 0: unknown
-  int probe = 0;         // if positive: only asks whether this many nodes would be admitted
-  int replicas = 0;      // from a worker: number of replicas of its model; 0: unset
+  int link_mbps = 0;  // rate of a worker's NIC in Mbit/s; 0: unknown
+  int probe = 0;      // if positive: the node only asks whether this many nodes would be admitted
+  int replicas = 0;   // from a worker: number of replicas of its model; 0: unset
   bool backups = false;  // servers have links with their neighbors
 };
 inline auto Fields(Claim& claim) {
@@ -51,8 +51,8 @@ inline auto Fields(Claim& claim) {
 }
 bool IsValid(const Claim& claim);
 
-// Turns of the servers, by rank. A turn counts how often a rank lost its server or got another one;
-// so it is odd while the rank has no server. Ranks with turn 0 are left out.
+// Turns of the servers, by rank. A turn counts how often a rank has lost its server or got another
+// one. So it is odd while the rank has no server. Ranks with turn 0 are left out.
 using Turns = std::map<int, int>;
 int TurnOf(const Turns& turns, int rank);
 bool IsVacant(const Turns& turns, int rank);
@@ -82,8 +82,8 @@ inline auto Fields(Registration& registration) {
   return std::tie(registration.claim, registration.account);
 }
 std::string PackRegistration(const Registration& registration);
-// Parses a registration. If it is of another protocol version, parses the version only. The version
-// is -1 if the text is no registration.
+// Parses a registration. Of another protocol version it parses only the version. The version is -1
+// if the text is no registration.
 Registration ParseRegistration(const std::string& text);
 
 // Body of ADD_NODE to nodes.
@@ -115,20 +115,20 @@ inline auto Fields(End& end) { return std::tie(end.suspended); }
 
 // ----- LEAVE: a Farewell from a worker, or a Stopped from a server
 //
-// This server was told to stop.
+// Message of a server that was told to stop.
 struct Stopped {
-  std::string how;  // "stopped by SIGTERM"
+  std::string how;  // way in which it was stopped, such as "stopped by SIGTERM"
 };
 inline auto Fields(Stopped& stopped) { return std::tie(stopped.how); }
 using Leave = std::variant<Farewell, Stopped>;
 
 struct Departure {
-  // Kind of the node's end: "was stopped by SIGTERM", "failed: exit status 3". "" if its work is
+  // The node's end, such as "was stopped by SIGTERM" or "failed: exit status 3". "" if its work is
   // done.
   std::string failure;
   bool suspend = false;
 };
-// Returns the way in which a node ended, from its LEAVE. `errors_count`: a worker with a failed
+// Returns how a node has ended, from its LEAVE. `errors_count`: whether a worker with a failed
 // operation counts as failed.
 Departure DepartureOf(const Leave& leave, bool errors_count);
 
@@ -139,17 +139,17 @@ struct Acknowledged {
   int epoch = 0;
 };
 inline auto Fields(Acknowledged& word) { return std::tie(word.epoch); }
-// Sent by a worker of a replica that came to a running job, when it can take part.
+// Sent by a worker of a replica that came to a running job, when the worker can take part.
 struct Ready {};
 inline auto Fields(Ready& /*word*/) { return std::tuple<>(); }
-// Sent by a worker: all present workers are between two steps, so this replica may join.
+// Sent by a worker: all present workers are between two steps, so the replica may join.
 struct Admit {
   int replica = 0;
   int ready_epoch = 0;  // see ReplicaView
 };
 inline auto Fields(Admit& word) { return std::tie(word.replica, word.ready_epoch); }
-// Sent by a server: other workers wait for the worker of this rank. The scheduler passes the
-// message on to that worker.
+// Sent by a server: other workers wait for the worker of this rank. The scheduler passes this on to
+// that worker.
 struct Awaited {
   int rank = 0;
   int round = 0;
@@ -177,7 +177,7 @@ struct ServerReplaced {
   int servers = 0;  // number of servers
 };
 inline auto Fields(ServerReplaced& word) { return std::tie(word.rank, word.turn, word.servers); }
-// Sent by a server that knows that the worker of this rank has left, if a scheduler may return.
+// Sent by a server, if a scheduler may return: it knows that the worker of this rank has left.
 struct LeftKnown {
   int rank = 0;
 };

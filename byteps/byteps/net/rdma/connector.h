@@ -23,7 +23,7 @@ namespace rdma {
 class ConnectorOwner {
  public:
   virtual ~ConnectorOwner() = default;
-  // The connector's thread calls all these functions.
+  // Only the connector's thread calls these functions.
   virtual uint8_t Role() = 0;
   // Returns this node's rank, for a request to node `peer`: the rank of a worker, or of a server
   // that connects to another server. Returns -1 if the scheduler chooses the rank.
@@ -32,8 +32,8 @@ class ConnectorOwner {
   virtual uint64_t Job() = 0;
   // Returns the job number that an admitted peer is told.
   virtual uint64_t JobTold(const ConnectRequest& request) = 0;
-  // Returns the endpoint for a request with this protocol version: a new one, or the one that it
-  // resumes. To refuse the request, returns null, and sets `refusal` to the reason.
+  // Returns the endpoint for a request with this protocol version: a new one, or the one that the
+  // request resumes. To refuse the request, returns null and sets `refusal` to the reason.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, Refusal* refusal) = 0;
   // Called when the peer has accepted the endpoint. Returns a reason to give it up, or "".
@@ -58,8 +58,8 @@ class Connector {
   // Starts the thread. Call after Listen or UseDevicesOf.
   void Run();
 
-  // Connects `endpoint` to `port` over the first pair of NICs that works. Returns to the first pair
-  // of the list later, when that works again. While no process listens, retries for
+  // Connects `endpoint` to `port` over the first pair of NICs that works. Later returns to the
+  // first pair of the list, when that works again. While no process listens, retries for
   // BYTEPS_START_TIMEOUT_S; then the endpoint fails. `receiver`: token of the process to reach, 0
   // if unknown. Thread-safe.
   void Connect(std::shared_ptr<Endpoint> endpoint, const std::vector<NicPair>& pairs, int port,
@@ -67,9 +67,9 @@ class Connector {
   // Adds pairs of NICs, which are as good as the first pair. Thread-safe.
   void AddPairs(std::shared_ptr<Endpoint> endpoint, std::vector<NicPair> pairs);
 
-  // Handles a broken connection. The side that made the connection reconnects once the old
-  // connection is gone; the other side waits for the new connection. When the deadline passes, the
-  // endpoint closes. `elsewhere`: try another pair of NICs first. Thread-safe.
+  // Handles a broken connection. The side that made it reconnects when the old connection is gone;
+  // the other side waits for the new connection. When the deadline passes, the endpoint closes.
+  // `elsewhere`: whether to try another pair of NICs first. Thread-safe.
   void Reconnect(std::shared_ptr<Endpoint> endpoint, bool elsewhere);
 
   // Closes the endpoint's connection. Thread-safe.
@@ -94,18 +94,18 @@ class Connector {
     Owned<rdma_cm_id> id;
     bool active = false;
     bool established = false;
-    // Used on the side that makes connections.
+    // Whether this link resumes a broken one. Used on the side that makes connections.
     bool resumes = false;
     // Id of the broken connection. If it were destroyed, the peer would see the same as at the end
-    // of this process. So it is kept until there is a new connection, or the endpoint closes.
+    // of this process. So it is kept until there is a new connection, or until the endpoint closes.
     Owned<rdma_cm_id> last_id;
     Clock::time_point attempt_deadline;
     DialPlan dial{kFirstPause, kLongestPause};
     uint64_t receiver = 0;
     std::string challenge;  // the listener's challenge; "" before it arrives
-    std::string said;       // this end's claims, and the challenge: both sides' proofs cover them
+    std::string said;       // claims of this end, and the challenge, which both sides' proofs cover
     Clock::time_point next_try;
-    // Time of the next probe of the first pair of NICs, while using another.
+    // Time of the next probe of the first pair of NICs, while the link uses another pair.
     Clock::time_point look_at = Clock::time_point::max();
 
     // Returns whether the current attempt has a deadline that is earlier than the connection
@@ -134,13 +134,13 @@ class Connector {
   void FailAll(const std::string& reason);
   void Wake(const Endpoint& endpoint);
   void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint, bool elsewhere);
-  // Drops the endpoint's old connection; the endpoint may already have a new one.
+  // Drops the endpoint's old connection. The endpoint may already have a new one.
   void Forget(const Endpoint* endpoint);
   void EndForgotten(rdma_cm_id* id, rdma_cm_event_type what);
   std::string LastError(const Endpoint* endpoint) const;
   void TakeEvents();
   Owned<rdma_cm_id> NewId() const;
-  // Returns an id bound to the address; adds its device to `devices`.
+  // Returns an id that is bound to the address. Adds its device to `devices`.
   Owned<rdma_cm_id> BindTo(const std::string& host, int port, Devices* devices);
   std::vector<Owned<rdma_cm_id>> BindToAll(const std::vector<std::string>& hosts, int port);
   void AddDevice(rdma_cm_id* id, const std::string& host, Devices* devices) const;
@@ -149,11 +149,11 @@ class Connector {
   void OnDeviceEvent(const Device& device, ibv_async_event event);
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
-  // Makes the endpoint ready for the new connection that its peer requests, or refuses the request
-  // for now.
+  // Makes the endpoint ready for the new connection that its peer requests. If that is impossible
+  // now, refuses the request.
   static void MakeReady(Endpoint* endpoint, Refusal* refusal);
   // Returns whether the request proves that it belongs to this job. If it does not, and `refusal`
-  // stays empty, the connector has sent a challenge that asks for a proof.
+  // stays empty, the connector has sent a challenge, which asks for a proof.
   bool IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,
                 std::string* refusal);
   std::string ChallengeTo(const ConnectRequest& request, int64_t period) const;
@@ -189,8 +189,8 @@ class Connector {
   ConnectRequest RequestOf(const Link& link);
   ConnectRequest MakeRequest(Link* link);
   void OnChallenge(Link* link, const Challenge& challenge);
-  // Handles a failed greeting. If the endpoint had a connection before, the failure ends this
-  // attempt only, unless `proved`: the peer itself has refused.
+  // Handles a failed greeting. If the endpoint had a connection before, only this attempt fails,
+  // unless `proved`: then the peer itself has refused.
   void GreetingFailed(Link* link, const std::string& error, bool proved);
   // Returns whether `proof` shows that the prover has the job's secret. Returns true in a job
   // without a secret.
@@ -201,7 +201,7 @@ class Connector {
   ConnectorOwner* const owner_;
   const Settings settings_;
   const uint64_t token_;
-  // A secret of this process alone, by which it recognizes its own challenges.
+  // Secret of this process alone, by which it recognizes its own challenges.
   const auth::Secret challenges_{auth::NewNonce()};
   Owned<rdma_event_channel> channel_;
   std::optional<ClosedInChild> channel_in_child_;
@@ -213,10 +213,10 @@ class Connector {
   std::vector<std::function<void()>> tasks_ PS_GUARDED_BY(mu_);
   std::shared_ptr<Transport> transport_ PS_GUARDED_BY(mu_);
 
-  // The connector's thread alone uses all members from here on.
+  // Only the connector's thread uses the members from here on.
   std::map<rdma_cm_id*, LinkPtr> links_;
-  // Ids of accepted endpoints that broke early. They are disconnected only when it is known whether
-  // the peer considers the connection established.
+  // Ids of accepted endpoints that broke early. They are disconnected when it is known whether the
+  // peer considers the connection established.
   std::map<rdma_cm_id*, Owned<rdma_cm_id>> forgotten_;
   std::vector<LinkPtr> waiting_;  // links that wait for their next attempt
   std::map<rdma_cm_id*, Probe> probes_;
@@ -224,7 +224,8 @@ class Connector {
   std::map<std::string, int64_t> used_proofs_;  // by period; each proof is valid once
   // Endpoints that fail if they are not closed by a deadline (FailLater).
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;
-  std::vector<std::shared_ptr<Endpoint>> broken_;  // some may be connected again
+  // Endpoints that broke; some may be connected again.
+  std::vector<std::shared_ptr<Endpoint>> broken_;
   std::thread thread_;
 };
 

@@ -18,7 +18,7 @@ namespace rdma {
 
 struct Settings;
 
-// A device in use. librdmacm owns the context and never closes it.
+// Device in use. librdmacm owns its context and never closes it.
 class Device {
  public:
   Device(ibv_context* context, int port);
@@ -52,7 +52,7 @@ using Devices = std::vector<std::shared_ptr<Device>>;
 
 // Returns the IP address of the device, port and GID that the settings name. Returns `fallback` if
 // the settings name none, or if they allow several addresses and `fallback` is one of them. Throws
-// Error if there is no such device, port or GID, or if the device has no IP address.
+// Error if there is no such device, port or GID, or if it has no IP address.
 std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
                             bool fallback_was_given);
 

@@ -1,19 +1,19 @@
-// A link to a peer: its messages to send and to receive, over a succession of connections (one
-// queue pair at a time).
+// Link to a peer, with messages to send and to receive, over a succession of connections (one queue
+// pair at a time).
 //
-// Sending: a message is sent at once if there is room, otherwise queued. The plane's polling
-// thread, which handles completions, sends the rest.
+// Sending: a message is sent at once if there is room. Otherwise it is queued, and the plane's
+// polling thread, which handles completions, sends it.
 //
-// Receiving: when a peer requests to send a value, the endpoint tells it a destination: the memory
-// that the value's owner names, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES limits the bytes
-// of values in flight; further requests wait. The registrar's thread provides memory that must be
-// registered first.
+// Receiving: when a peer requests to send a value, the endpoint tells it a destination, which is
+// the memory that the value's owner names, or pooled memory. BYTEPS_RDMA_RECEIVE_WINDOW_BYTES
+// limits the bytes of values in flight; further requests wait. The registrar's thread provides
+// memory that must be registered first.
 //
-// Broken connections: the queue pair is stopped, and destroyed when the device has returned all
-// requests, so memory is no longer read or written. Incomplete messages are dropped by the receiver
-// and kept by the sender. The side that made the connection makes another one, possibly over
+// Broken connections: the queue pair is stopped. It is destroyed when the device has returned all
+// requests, so that memory is no longer read or written. The receiver drops incomplete messages,
+// and the sender keeps them. The side that made the connection makes another one, possibly over
 // another device (memory is registered with all devices). Both sides first tell how many messages
-// they have received (net/link/replay_log.h); then each side sends the missing messages again, in
+// they have received (net/link/replay_log.h). Then each side sends the missing messages again, in
 // the same order. So each message arrives exactly once. After BYTEPS_RECONNECT_TIMEOUT_S without a
 // connection the endpoint closes.
 //
@@ -69,10 +69,11 @@ class EndpointOwner {
   // long the endpoint may be without a connection; 0 closes the endpoint.
   virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
   // Called by any thread when the endpoint needs another connection, as soon as MayConnect returns
-  // true. `path_failed`: a device could not send or got no answer, so another path is preferable.
+  // true. `path_failed`: whether a device could not send or got no answer, so that another path is
+  // preferable.
   virtual void OnBroken(Endpoint* endpoint, bool path_failed) = 0;
-  // Called by the polling thread when a new connection works. `after`: how long the endpoint had
-  // none. `again`: number of messages that were sent again.
+  // Called by the polling thread when a new connection works. `after`: time that the endpoint had
+  // no connection. `again`: number of messages that were sent again.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
   // Called once, by any thread, when the endpoint has closed for good.
   virtual void OnClosed(Endpoint* endpoint, const LinkEnding& ending) = 0;
@@ -83,10 +84,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
   using Clock = AwakeClock;
 
-  // `active`: this side makes the connections.
+  // `active`: whether this side makes the connections.
   Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,
            std::shared_ptr<EndpointCounters> counters);
-  // Requires finished(), since the device must not use the endpoint's memory any more.
+  // Requires finished(), because the device must no longer use the endpoint's memory.
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
@@ -102,12 +103,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int peer() const { return counters_->peer; }
   void set_peer(int id) { counters_->peer = id; }
 
-  // The identity that a connecting peer has proved. The owner sets it before there is a connection.
+  // Identity that a connecting peer has proved. The owner sets it before there is a connection.
   PeerIdentity identity;
 
-  // ----- making a connection: one thread, before Open
+  // ----- making a connection: by one thread, before Open
 
-  // Returns whether the last connection is gone, so a new one can be made.
+  // Returns whether the last connection is gone, so that a new one can be made.
   bool MayConnect();
   // Returns whether a new connection is needed, as soon as one can be made.
   bool NeedsConnection();
@@ -123,18 +124,18 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     std::shared_ptr<Device> device;       // one of this process's devices
     ibv_comp_channel* channel = nullptr;  // reports completions
     rdma_cm_id* id = nullptr;
-    bool may_move = false;  // the connecting side knows other paths
+    bool may_move = false;  // whether the connecting side knows other paths
   };
   // Makes the queue pair and posts all receives.
   void Prepare(const Resources& resources, const Path& path);
   // Moves the queue pair to the sending state. `peer_mtu`: an ibv_mtu, or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared();
-  // Drops the objects that Prepare made, after a failed attempt to connect. When they are gone,
+  // Drops the objects that Prepare has made, after a failed attempt to connect. When they are gone,
   // MayConnect returns true.
   void Discard();
   void SetPeerSlots(uint32_t slots);
-  // Lets the endpoint send: the peer can receive now.
+  // Lets the endpoint send, because the peer can receive now.
   void Open();
   uint32_t queue_pair_number();
 
@@ -145,28 +146,28 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Breaks the connection to switch paths. Returns false if the connection stays, because the
   // endpoint is closing.
   bool Leave(const std::string& reason);
-  // If nothing is in flight, sends a request that the peer's device must acknowledge. Without an
+  // If nothing is in flight, sends a request that the peer's device must acknowledge. Without the
   // acknowledgement the connection breaks.
   void AskWhetherItWorks();
-  // Returns "10.0.0.1 to 10.0.0.2"; "" without another path.
+  // Returns text such as "10.0.0.1 to 10.0.0.2"; "" without another path.
   std::string path();
   // Time by which the endpoint must have a new connection; time_point::max() if it has one.
   Clock::time_point resume_deadline();
-  // Closes the endpoint: there will be no new connection.
+  // Closes the endpoint, because there will be no new connection.
   void GiveUp(const std::string& last_error, bool listener_gone);
 
   // ----- sending
 
-  // Sends `message` as soon as possible; drops it if the endpoint is closed.
+  // Sends `message` as soon as possible. Drops it if the endpoint is closed.
   void Send(OutgoingPtr message);
   // Returns whether the peer has offered a destination for this answer on the current connection.
   bool HasOffer(const Exchange& exchange);
-  // Sends a goodbye after all messages: the peer then knows that no further message comes.
+  // Sends a goodbye after all messages. The peer then knows that no further message comes.
   void SayGoodbye();
   // Says goodbye, and closes the endpoint when the peer has received all messages.
   void CloseWhenFlushed();
-  // Returns whether the peer has received all messages and the goodbye. Returns true also without a
-  // connection.
+  // Returns whether the peer has received all messages and the goodbye. Returns true without a
+  // connection, too.
   bool flushed();
   // Returns whether the peer has received all messages, or can receive no more.
   bool all_arrived();
@@ -176,13 +177,14 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // Drops messages whose values are being received into these bytes. When this returns, no device
   // writes there any more. Waits until `deadline` for writes in flight, then breaks the connection.
-  // Breaks the connection at once if these bytes were offered to the peer, which could write at any
-  // time. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
+  // If these bytes were offered to the peer, which could write at any time, breaks the connection
+  // at once. Must not be called by PlaceFor, nor with a lock that PlaceFor takes.
   void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
 
   // ----- ending
 
-  // Handles a connection that either side has closed. Still delivers messages received before.
+  // Handles a connection that either side has closed. Messages that were received before are still
+  // delivered.
   void Disconnected();
   // Closes the endpoint with an error, for good. Later calls change nothing.
   void Fail(const std::string& reason);
@@ -198,7 +200,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int Arm();
   // Handles completions. Returns false if there were none.
   bool Poll();
-  // Call after Poll. Returns whether AskWhatArrived must be called soon.
+  // Returns whether AskWhatArrived must be called soon. Call after Poll.
   bool Watch();
   void AskWhatArrived();
 
@@ -210,7 +212,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     kClosed,
   };
 
-  // Actions to take after the lock is released.
+  // Actions to take when the lock is released.
   struct Deferred {
     std::vector<Received> received;
     OutgoingList done;
@@ -232,14 +234,14 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool received = false;
     bool wanted = false;
     bool sent = false;
-    bool closes = false;  // close the endpoint when the peer has received all messages
+    bool closes = false;  // whether to close the endpoint when the peer has received all messages
   };
 
   struct FreeSlots {
     void operator()(char* memory) const;
   };
 
-  // State of a connection, destroyed in reverse order: the queue pair first.
+  // State of a connection. Members are destroyed in reverse order, so the queue pair goes first.
   struct Connection {
     Connection(const Path& path, uint32_t depth, uint64_t window_bytes);
 
@@ -255,16 +257,17 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     Owned<ibv_qp> qp;
     bool attached = false;
     bool disconnected = false;
-    bool told_received = false;  // the peer knows what this side has received
-    bool resumed = false;  // this side knows what the peer has received, so it may send messages
+    bool told_received = false;  // whether the peer knows what this side has received
+    // Whether this side knows what the peer has received, and so may send messages.
+    bool resumed = false;
     uint32_t inline_bytes = 0;  // limit of bytes that a send can carry inline
     uint32_t receives_posted = 0;
     uint32_t credits = 0;  // free slots of the peer
-    uint32_t owed = 0;     // free slots of this side that the peer does not know of
+    uint32_t owed = 0;     // free slots of this side that the peer does not know
     PostedSends sends;
 
-    // Returns whether the device reads no message of the log: the last connection's requests have
-    // returned, and this connection has sent none.
+    // Returns whether the device reads no message of the log: the previous connection's requests
+    // have returned, and this connection has sent none.
     bool reads_no_message() const { return !resumed || sends.empty(); }
     bool drained() const { return receives_posted == 0 && sends.empty(); }
     bool can_send() const { return sends.has_room() && credits > 1; }
@@ -277,13 +280,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     return outbox_.writing() != nullptr &&
            connection_->sends.bytes() + connection_->max_write <= settings_.window_bytes;
   }
-  // Returns whether a frame can be sent now. Returns false also after a posting error, which breaks
-  // the connection.
+  // Returns whether a frame can be sent now. Returns false after an error of posting, too, which
+  // breaks the connection.
   bool CanSend() const PS_REQUIRES(mu_) {
     return state_ == State::kOpen && connection_->can_send();
   }
-  // `body` follows the header. Returns false if the device refused the frame and the connection
-  // broke.
+  // Sends a frame; `body` follows the header. Returns false if the device refused the frame, so
+  // that the connection broke.
   bool SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
                  Deferred* deferred) PS_REQUIRES(mu_);
   void SendBare(FrameType type, Deferred* deferred) PS_REQUIRES(mu_);
@@ -295,7 +298,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void WriteNext(Deferred* deferred) PS_REQUIRES(mu_);
   bool PostSend(ibv_send_wr* request, const PostedSends::Request& what, Deferred* deferred)
       PS_REQUIRES(mu_);
-  // Posts a signalled request that does nothing: its completion shows that all earlier requests are
+  // Posts a signalled request that does nothing. Its completion shows that all earlier requests are
   // done. It uses no receive and no completion of the peer. Returns 0 or an errno.
   int PostNothing() PS_REQUIRES(mu_);
   // Logs a message whose last request was given to the device. The message has arrived when that
@@ -338,7 +341,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void ClearSlowly();
   bool MayClear() const PS_REQUIRES(mu_);
   // Provides memory for the first waiting message, and tells the peer. Returns false if only the
-  // registrar's thread can provide it.
+  // registrar's thread can provide the memory.
   bool ClearFirst(bool may_block);
   bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory,
                   const Region** region);
@@ -358,7 +361,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   Resources resources_;  // set by the first Prepare
 
-  // Held from the choice of a value's destination by the owner until the inbox has recorded it.
+  // Held from the time at which the owner chooses a value's destination until the inbox has
+  // recorded it.
   Mutex place_mu_;
 
   Mutex mu_ PS_ACQUIRED_AFTER(place_mu_);
@@ -366,7 +370,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   State state_ PS_GUARDED_BY(mu_) = State::kConnecting;
   bool was_open_ PS_GUARDED_BY(mu_) = false;
   // Current connection; null if there is none. While the endpoint lives, only the polling thread
-  // drops the connection.
+  // drops it.
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
   // An outage ends when both sides know which messages have arrived.
   OutageWatch outage_ PS_GUARDED_BY(mu_);

@@ -13,24 +13,24 @@
 namespace ps {
 namespace rdma {
 
-// A message received by rendezvous: its values wait for memory, or are being written.
+// Message received by rendezvous. Its values wait for memory, or are being written.
 struct Incoming {
   uint32_t id = 0;  // the sender's id of the message
   Received parts;
   std::vector<uint64_t> sizes;
   uint64_t value_bytes = 0;
   uint32_t meta_in_region = 0;  // bytes of meta, if it is in the region
-  bool asked = false;           // the endpoint's owner was asked for the destination
+  bool asked = false;           // whether the endpoint's owner was asked for the destination
   char* place = nullptr;        // the value's destination; null: pooled memory
-  bool drop = false;            // the destination was abandoned
+  bool drop = false;            // whether the destination was abandoned
   Memory memory;
-  bool is_cleared = false;   // the peer knows where to write
-  bool was_offered = false;  // the memory was offered before the peer asked
+  bool is_cleared = false;   // whether the peer knows where to write
+  bool was_offered = false;  // whether the memory was offered before the peer asked
 
   uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
 };
 
-// Messages received by rendezvous: they wait for memory, or are being written.
+// Messages received by rendezvous, which wait for memory or are being written.
 //
 // The inbox calls no device, so tests need none. Not thread-safe: the endpoint locks it.
 class Inbox {
@@ -44,14 +44,14 @@ class Inbox {
   void Wait(Incoming incoming) { waiting_.push_back(std::move(incoming)); }
   bool any_waits() const { return !waiting_.empty(); }
   // Returns whether a thread may look for memory for the first message: no thread does yet, and the
-  // messages that have memory leave room in `window` bytes. A single message may exceed `window`.
+  // messages that have memory leave room in `window` bytes. One message may exceed `window`.
   bool MayClear(uint64_t window) const;
-  // Call before a thread looks for memory for the first message. Until EndClearing,
-  // that message stays the first.
+  // Notes that a thread is about to look for memory for the first message. Until EndClearing, that
+  // message stays the first.
   void BeginClearing() { clearing_ = true; }
   bool is_clearing() const { return clearing_; }
   Incoming* first() { return &waiting_.front(); }
-  // Gives the first message memory; the next calls of Tell return it for the message's sender.
+  // Gives the first message memory. The next calls of Tell return it for the message's sender.
   void EndClearing(Memory memory);
 
   // ----- messages with memory, each with a cookie
@@ -71,19 +71,19 @@ class Inbox {
   // Begins an answer that the peer writes into an offered destination. Returns false if the
   // destination was not offered, or was offered for a value of another size.
   bool BeginOffered(const Exchange& exchange, uint32_t cookie, Incoming incoming);
-  // Ends the offer: its answer has arrived, by whatever path.
+  // Ends the offer, because its answer has arrived, by whatever path.
   void EndOffer(const Exchange& exchange) { offered_.erase(exchange); }
   bool IsOffered(const char* begin, uint64_t bytes) const;
 
   // ----- abandoned memory
 
   // Drops messages that are received into this memory. If a message's sender does not know the
-  // memory yet, the message waits for other memory instead. Returns whether one waits.
+  // memory yet, the message waits for other memory instead. Returns whether any message waits.
   bool Abandon(const char* begin, uint64_t bytes);
   // Returns whether the device may write to this memory.
   bool IsWrittenTo(const char* begin, uint64_t bytes) const;
 
-  // Drops incomplete messages when the connection is gone; they are sent again from the start.
+  // Drops incomplete messages when the connection is gone. They are sent again from the start.
   void Forget();
   // Stops telling senders to write. Memory that a sender may be writing stays
   // until the device is done.

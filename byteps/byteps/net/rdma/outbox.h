@@ -13,8 +13,9 @@
 namespace ps {
 namespace rdma {
 
-// Messages that an endpoint sends. A message first waits, may ask the receiver for a destination,
-// and is written. It is kept until the receiver has it, because it may have to be sent again.
+// Messages that an endpoint sends. A message first waits. It may then ask the receiver for a
+// destination, and is written. It is kept until the receiver has it, because it may have to be sent
+// again.
 class Outbox {
  public:
   void Push(OutgoingPtr message);
@@ -29,7 +30,8 @@ class Outbox {
   uint32_t NewId() { return ++last_id_; }
   // Records that the receiver was asked for a destination of this message.
   void Asked(uint32_t id, OutgoingPtr message) { asked_[id] = std::move(message); }
-  // Takes the destination that the receiver has named. Returns false if it was not asked for one.
+  // Takes the destination that the receiver has named. Returns false if the receiver was not asked
+  // for one.
   bool Answered(uint32_t id, const Target& target);
   // Uses a destination that the receiver had already offered.
   void WriteTo(const Target& target, OutgoingPtr message);
@@ -41,7 +43,8 @@ class Outbox {
   // ----- destinations that the receiver has offered for answers
 
   void Keep(const Exchange& exchange, const Offer& offer);
-  // Takes the offer for this answer; an offer is used once. Returns false if there is no offer.
+  // Takes the offer for this answer, because an offer is used only once. Returns false if there is
+  // none.
   bool TakeOffer(const Exchange& exchange, Offer* offer);
   bool HasOffer(const Exchange& exchange) const { return offers_.count(exchange) > 0; }
   // Removes offers of these bytes from waiting messages.
@@ -49,7 +52,7 @@ class Outbox {
 
   // ----- messages whose last request the device has
 
-  // Adds a message; arrivals are reported in this order.
+  // Adds a message. Arrivals are reported in the order of these calls.
   void Sent(OutgoingPtr message);
   // Handles the arrival of the first `messages` messages of the log.
   void Arrived(uint64_t messages, OutgoingList* done) {
@@ -72,14 +75,14 @@ class Outbox {
 
   // Takes messages of which the device has no request.
   void TakeUnsent(OutgoingList* done);
-  // Takes sent messages; the device must be done with them.
+  // Takes sent messages. The device must be done with them.
   void TakeSent(OutgoingList* done);
 
   // Returns whether nothing is left to send.
   bool empty() const { return waiting_.empty() && asked_.empty() && writes_.empty(); }
   // Returns whether nothing is left to send, and the peer has received all messages.
   bool all_arrived() const { return empty() && log_.empty(); }
-  // Bytes left to send.
+  // Number of bytes left to send.
   size_t bytes() const { return bytes_; }
 
  private:

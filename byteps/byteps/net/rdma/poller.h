@@ -27,7 +27,7 @@ namespace rdma {
 // keeps its poller when it changes devices.
 class Poller {
  public:
-  // `spin`: the thread never sleeps.
+  // `spin`: whether the thread never sleeps.
   Poller(const Devices& devices, Plane plane, bool spin);
   // Stops the thread, and drops the endpoints even if requests are outstanding.
   ~Poller();
@@ -42,7 +42,8 @@ class Poller {
 
   // Watches the endpoint until it is finished. Thread-safe.
   void Add(std::shared_ptr<Endpoint> endpoint);
-  // Makes the thread check all endpoints once: an endpoint may have finished without a completion.
+  // Makes the thread check all endpoints once, because an endpoint may have finished without a
+  // completion.
   void Wake();
   size_t size();
 
@@ -68,7 +69,7 @@ class Poller {
   std::vector<pollfd> sources_;  // descriptors that wake the thread
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
-  // The thread alone uses these two.
+  // Only the thread uses these two.
   std::set<Endpoint*> watched_;  // endpoints whose AskWhatArrived is called at ask_at_
   Endpoint::Clock::time_point ask_at_;
   Mutex mu_;

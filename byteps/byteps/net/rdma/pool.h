@@ -1,4 +1,5 @@
-// Pool of registered memory, and the memory that messages are sent from and received into.
+// Pool of registered memory; and the memory from which messages are sent, and into which they are
+// received.
 #ifndef BYTEPS_NET_RDMA_POOL_H_
 #define BYTEPS_NET_RDMA_POOL_H_
 
@@ -52,10 +53,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
     const size_t size;
     char* const memory;
     std::unique_ptr<Region> region;  // destroyed before the memory
-    bool is_out = false;             // a message uses it
+    bool is_out = false;             // whether a message uses the block
   };
 
-  // Rounds up to one of four sizes per power of two, so at most a fifth of a block is wasted.
+  // Rounds up to one of four sizes per power of two, so that at most a fifth of a block is wasted.
   static size_t ClassOf(size_t bytes);
   Buffer BufferOf(Block* block, size_t bytes);
   void Return(Block* block);
@@ -68,14 +69,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
 };
 
 // Prepares a message for sending. Values that do not fit in its frame are sent from their own
-// memory: from the pool, the registration cache, or registered for this message. Small or scattered
-// values are copied, which is cheaper. Throws Error if memory cannot be registered.
+// memory, which is in the pool, in the registration cache, or registered for this message. Small or
+// scattered values are copied, which is cheaper. Throws Error if memory cannot be registered.
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
                          uint32_t inline_bytes, uint32_t slot_bytes, const Devices& devices,
                          Pool* pool);
 
 // Returns the registration of memory to receive into. Without `may_block`, neither registers memory
-// nor waits. Returns null if the memory is not registered, or if registering failed.
+// nor waits. Returns null if the memory is not registered, or if registering has failed.
 std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
                                         const Devices& devices);
 

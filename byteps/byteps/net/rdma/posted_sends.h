@@ -15,36 +15,38 @@ namespace rdma {
 // are signalled:
 // - one of every 16 requests (or of a quarter of the queue, if that is fewer), so that a full queue
 //   always has one;
-// - the write that fills half of a window, so that more can be written meanwhile, and the end of a
-//   large value, whose memory a thread waits for;
-// - the end of a message if nothing else would show its arrival: no signalled request is in flight,
-//   and the queue is not watched;
+// - the write that fills half of a window, so that more can be written meanwhile; and the end of a
+//   large value, because a thread waits for its memory;
+// - the end of a message if nothing else would show its arrival, because no signalled request is in
+//   flight, and the queue is not watched;
 // - every request, after SignalAll.
 //
-// So the last messages before a pause may be unsignalled. After each completion of a message the
+// So the last messages before a pause may be unsignalled. After each completion of a message, the
 // polling thread therefore watches the queue for a moment (Watch). In that moment no message is
-// signalled just to show its arrival. Then the thread posts a signalled request without effect if
-// needed (EndWatch). A stopped queue ends with such a request too, since a device does not report
-// unsignalled requests that had completed.
+// signalled only to show its arrival. Then the thread posts a signalled request without effect, if
+// one is needed (EndWatch). A stopped queue ends with such a request, too, because a device does
+// not report completed requests that are unsignalled.
 //
 // This class calls no device, so tests need none. Not thread-safe: the endpoint locks it.
 class PostedSends {
  public:
   struct Request {
-    uint8_t type = 0;           // a FrameType; 0: a write
-    uint64_t key = 0;           // key of the message
-    uint32_t bytes = 0;         // bytes of a write
-    bool ends_message = false;  // its completion means that the log's next message has arrived
-    bool is_large = false;      // belongs to a large message, whose memory should be freed soon
+    uint8_t type = 0;    // a FrameType; 0: a write
+    uint64_t key = 0;    // key of the message
+    uint32_t bytes = 0;  // bytes of a write
+    // Whether its completion means that the log's next message has arrived.
+    bool ends_message = false;
+    // Whether it belongs to a large message, whose memory should be freed soon.
+    bool is_large = false;
   };
 
   // Effect of a completion.
   struct Retired {
     uint64_t messages = 0;  // messages that ended with the completed requests
-    Request last;           // the completion's own request
+    Request last;           // request whose completion this is
   };
 
-  // Number of slots that the queue has beyond `depth`, for the request without effect.
+  // Number of slots beyond `depth` that the queue has for the request without effect.
   static constexpr uint32_t kReserved = 1;
 
   // `depth`: number of requests that fit in the queue. `window_bytes`: limit of the bytes of writes
@@ -67,11 +69,11 @@ class PostedSends {
 
   // ----- completions
 
-  // Removes the request of this number and all requests before it, which are complete. Returns
-  // false if there is no request of this number.
+  // Removes the request of this number, and all requests before it, because they are complete.
+  // Returns false if there is no request of this number.
   bool Retire(uint64_t number, Retired* retired);
 
-  // Call after handling completions. Returns whether to call EndWatch soon.
+  // Returns whether to call EndWatch soon. Call after completions were handled.
   bool Watch();
   // Returns whether messages were sent whose arrival no request in the queue will show.
   bool EndWatch();
@@ -79,7 +81,7 @@ class PostedSends {
   bool ends_unsignalled() const { return last_ > retired_ && last_ > last_signalled_; }
 
   bool empty() const { return last_ == retired_; }
-  // Bytes of incomplete writes.
+  // Number of bytes of incomplete writes.
   uint64_t bytes() const { return bytes_; }
 
  private:
@@ -104,7 +106,7 @@ class PostedSends {
   uint64_t bytes_ = 0;
   Unheard unheard_;
   bool signals_all_ = false;
-  bool heard_ = false;  // a message arrived since the last Watch
+  bool heard_ = false;  // whether a message has arrived since the last Watch
   bool watched_ = false;
 };
 

@@ -1,4 +1,4 @@
-// Types of the messages in an Outbox and an Inbox.
+// Types of messages in an Outbox and an Inbox.
 #ifndef BYTEPS_NET_RDMA_QUEUES_H_
 #define BYTEPS_NET_RDMA_QUEUES_H_
 
@@ -32,7 +32,7 @@ struct Place {
   bool Overlaps(const char* other, uint64_t other_bytes) const;
 };
 
-// A packed message, with values that the device can read.
+// Packed message, with values that the device can read.
 struct Outgoing {
   std::string meta;
   std::vector<SArray<char>> values;
@@ -41,31 +41,33 @@ struct Outgoing {
   uint64_t key = 0;  // for errors
   Exchange exchange;
   bool is_answer = false;
-  Place place;  // a request's destination for its answer, until the receiver knows it
+  Place place;  // destination for the answer to this request, until the receiver knows it
 
-  // in_region: the message is sent by rendezvous, from the memory at `address`. meta_in_region: the
-  // meta is too large for a slot, and precedes the values in that memory.
+  // in_region: whether the message is sent by rendezvous, from the memory at `address`.
+  // meta_in_region: whether the meta is too large for a slot, and precedes the values in that
+  // memory.
   bool in_region = false;
   bool meta_in_region = false;
   const char* address = nullptr;
   uint64_t length = 0;
-  const Region* keys = nullptr;    // registration of the memory at `address`
-  std::shared_ptr<Region> region;  // registration of an uncopied value; destroyed before it
-  SArray<char> copy;               // copy of all values, if they are copied
+  const Region* keys = nullptr;  // registration of the memory at `address`
+  // Registration of a value that is not copied; destroyed before the value.
+  std::shared_ptr<Region> region;
+  SArray<char> copy;  // copy of all values, if they are copied
 
-  // The destination that the receiver has named, and the progress of the write.
+  // Destination that the receiver has named, and progress of the write.
   uint64_t remote_address = 0;
   uint32_t remote_key = 0;
   uint32_t cookie = 0;
   uint64_t written = 0;
-  bool is_counted = false;  // the message is in the log, and may be sent again
+  bool is_counted = false;  // whether the message is in the log, and may be sent again
 
   uint64_t bytes() const { return meta.size() + value_bytes; }
-  // Returns "the message of key 0x1a0000, 4096000 bytes".
+  // Returns text such as "the message of key 0x1a0000, 4096000 bytes".
   std::string Describe() const;
 };
 using OutgoingPtr = std::unique_ptr<Outgoing>;
-// Messages that will not be sent, to be destroyed without a lock.
+// Messages that will not be sent. They are destroyed without a lock.
 using OutgoingList = std::vector<OutgoingPtr>;
 
 class Region;
@@ -73,10 +75,10 @@ class Region;
 struct Received {
   Message msg;
   uint64_t bytes = 0;      // bytes of meta and values
-  bool is_inline = false;  // the values came in the message's frame
+  bool is_inline = false;  // whether the values came in the message's frame
 };
 
-// Memory that the device writes to.
+// Memory to which the device writes.
 struct Memory {
   SArray<char> bytes;
   uint32_t rkey = 0;

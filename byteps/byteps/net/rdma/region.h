@@ -13,7 +13,7 @@
 namespace ps {
 namespace rdma {
 
-// Registration of memory with all devices, since after a change of NICs another device reads or
+// Registration of memory with all devices, because after a change of NICs another device reads or
 // writes the same memory. The memory must outlive the registration.
 class Region {
  public:

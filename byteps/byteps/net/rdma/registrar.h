@@ -10,7 +10,8 @@
 namespace ps {
 namespace rdma {
 
-// Thread that allocates, registers and frees memory: this takes too long for the polling threads.
+// Thread that allocates, registers and frees memory, because this takes too long for the polling
+// threads.
 //
 // Thread-safe.
 class Registrar {

@@ -17,7 +17,7 @@ struct Settings {
   RdmaChoice choice;
   int traffic_class = -1;  // -1: the system's default
   int mtu = 0;             // in bytes; 0: the MTU of the port
-  // Depths as configured, to name in errors.
+  // Depths as the user has configured them, for errors.
   uint32_t send_depth_set = 0;
   uint32_t receive_depth_set = 0;
   // Number of send and receive slots of an endpoint. FitSlots may lower them.

@@ -14,9 +14,9 @@ namespace rdma {
 
 // Resources shared by a process's endpoints.
 //
-// Per device: a context, a protection domain with the registrations, a listener for each address
-// that this node uses, and a channel for each poller. Per connection: a queue pair, a completion
-// queue and slots.
+// Each device has a context, a protection domain with the registrations, a listener for each
+// address that this node uses, and a channel for each poller. Each connection has a queue pair, a
+// completion queue and slots.
 struct Transport {
   Transport(Devices devices, const Settings& settings);
   ~Transport();
@@ -34,7 +34,7 @@ struct Transport {
   const Devices devices;
   const std::shared_ptr<Registrar> registrar;
   const std::shared_ptr<Pool> pool;
-  // The control plane's poller, then one poller per device for the data plane.
+  // Pollers: first that of the control plane, then one per device for the data plane.
   std::vector<std::unique_ptr<Poller>> pollers;
 };
 

@@ -1,27 +1,27 @@
-// The van over RDMA, with a control plane and a data plane.
+// Van over RDMA, with a control plane and a data plane.
 //
-// Connections: as in net/link/admission.h, each with a control endpoint. Between a worker and a
-// server there are also BYTEPS_CONNECTIONS data endpoints, by default as many as use all NICs of
-// both. Workers do not listen. Each endpoint has a pair of NICs, as over TCP
-// (net/link/dial_plan.h). Pushes, pulls and their answers use the data plane, everything else the
-// control plane, so a heartbeat or a declaration never waits behind values. With
+// Connections: nodes connect as in net/link/admission.h, each with a control endpoint. Between a
+// worker and a server there are also BYTEPS_CONNECTIONS data endpoints, by default as many as use
+// all NICs of both. Workers do not listen. Each endpoint has a pair of NICs, as over TCP
+// (net/link/dial_plan.h). Pushes, pulls and their answers use the data plane, and everything else
+// uses the control plane, so a heartbeat or a declaration never waits behind values. With
 // BYTEPS_RDMA_DATA_PLANE=0 one endpoint carries both.
 //
 // Threads: one polling thread for the control plane, and one per device for the data plane, handle
-// completions and call the data handler. The connector's thread makes connections, the registrar's
-// thread registers memory. Van's receiving thread handles membership messages and lost peers. Idle
-// polling threads sleep, unless BYTEPS_RDMA_BUSY_POLL=1.
+// completions and call the data handler. The connector's thread makes connections, and the
+// registrar's thread registers memory. Van's receiving thread handles membership messages and lost
+// peers. Idle polling threads sleep, unless BYTEPS_RDMA_BUSY_POLL=1.
 //
-// Memory: values are sent from their own memory, and received at their destination
-// (Handlers::place_for) or in registered memory that is reused once the last copy of the SArray is
+// Memory: values are sent from their own memory. They are received at their destination
+// (Handlers::place_for), or in registered memory that is reused when the last copy of the SArray is
 // gone. A registration lasts for a message, except for pooled memory and the registration cache
 // (net/link/registration_cache.h).
 //
-// Identity: both ends of a connection prove that they have the job's secret. The scheduler creates
-// a number for the job and its generation, and tells the number to nodes that connect. Servers
-// accept connections of that generation only. A node's token, a random number in
-// Node::endpoint_name, tells which process a connection belongs to, even before the node has an id.
-// The sender that a message names is ignored: the connection determines the sender.
+// Identity: both ends of a connection prove that they have the job's secret. The scheduler makes a
+// number for the job and its generation, and tells it to nodes that connect. Servers accept only
+// connections of that generation. A node's token, a random number in Node::endpoint_name, tells to
+// which process a connection belongs, even before the node has an id. The sender that a message
+// names is ignored, because the connection determines the sender.
 #ifndef BYTEPS_NET_RDMA_VAN_H_
 #define BYTEPS_NET_RDMA_VAN_H_
 
@@ -80,7 +80,8 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void NamePeer(const Node& node);
   void LearnPairs(const Node& scheduler);
 
-  // Returns memory for an answer, to be offered to the peer; empty if it is not registered yet.
+  // Returns memory for an answer, to offer it to the peer. Empty if the memory is not registered
+  // yet.
   rdma::Place PlaceOf(const SArray<char>& answer, const rdma::Transport& transport) const;
 
   uint8_t Role() override { return my_role_; }

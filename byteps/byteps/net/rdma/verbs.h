@@ -1,4 +1,4 @@
-// RDMA libraries, loaded at run time, and owners of their objects.
+// RDMA libraries, which are loaded at run time, and owners of their objects.
 #ifndef BYTEPS_NET_RDMA_VERBS_H_
 #define BYTEPS_NET_RDMA_VERBS_H_
 
@@ -12,14 +12,14 @@ namespace ps {
 namespace rdma {
 
 // Loads libibverbs and librdmacm once per process, so that everything except RDMA runs without
-// them. Call this before any ibv_ or rdma_ function: verbs_library.cc defines and forwards those
-// that are used. Throws Error with what is missing and its packages.
+// them. Call this before any ibv_ or rdma_ function. verbs_library.cc defines the functions that
+// are used, and forwards them. Throws Error that says what is missing, and in which packages it is.
 void LoadVerbsLibraries();
 
 // Throws Error "what: reason (errno)".
 [[noreturn]] void Throw(const std::string& what, int error);
 
-// Returns "transport retry counter exceeded (status 12, vendor 0x81)".
+// Returns text such as "transport retry counter exceeded (status 12, vendor 0x81)".
 std::string Describe(const ibv_wc& wc);
 
 struct Deleter {
@@ -35,7 +35,7 @@ template <typename T>
 using Owned = std::unique_ptr<T, Deleter>;
 
 // Access flags for values. Relaxed ordering, which is faster on many machines, lets the bytes of a
-// value arrive in any order; the notification still arrives after them. Older kernels ignore
+// value arrive in any order. The notification still arrives after them. Older kernels ignore
 // IBV_ACCESS_RELAXED_ORDERING.
 constexpr int kValueAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;

@@ -4,16 +4,17 @@
 // Refusal. In every version, all three start with the same eight bytes; the rest depends on the
 // version.
 //
-// In a job with a secret the first request is rejected with a Challenge. The second request repeats
-// the first, plus a proof (net/auth/secret.h) over request and challenge. The reply has another
-// proof. The listener keeps no state between the two requests: it recognizes its own challenge. The
-// listener's proofs also cover the listener's claims. link/admission.h defines the meaning of a
-// failed greeting. A challenge, reply or refusal without a proof may have been corrupted.
+// In a job with a secret, the first request is rejected with a Challenge. The second request
+// repeats the first, plus a proof (net/auth/secret.h) over request and challenge. The reply has
+// another proof. The listener keeps no state between the two requests, because it recognizes its
+// own challenge. The listener's proofs also cover the listener's claims. link/admission.h defines
+// the meaning of a failed greeting. A challenge, reply or refusal without a proof may have been
+// corrupted.
 //
 // A request that only probes a path is rejected without content, before anything else in it is
 // checked.
 //
-// On a connection each side first tells in a Resume how many messages it has received since the
+// On a connection, each side first tells in a Resume how many messages it has received since the
 // first connection of the two endpoints. A side sends no message before it has the peer's Resume. A
 // message counts as received when its frame, or the immediate of its last write, has arrived.
 //
@@ -21,8 +22,8 @@
 //
 //   FrameHeader | bytes of each value u64 ... | Offer, if it has one | meta | values
 //
-// A small message is one frame. The values of a larger message are written into the receiver's
-// memory, and so is a meta that is too large for a slot:
+// A small message is one frame. A larger message's values are written into the receiver's memory,
+// and so is a meta that is too large for a slot:
 //
 //   sender                                        receiver
 //     | -- RTS, request to send (id, meta) -------> |  finds memory
@@ -40,9 +41,10 @@
 // Each answer consumes its offer, even an answer that does not use the offer because it failed or
 // is small. Offers end with their connection.
 //
-// Credits: a receiver posts the number of slots that it announced when connecting. Each frame and
-// each immediate uses up one slot. Every frame returns credits for slots that are free again. The
-// last credit is reserved for a frame that only returns credits, so two busy sides cannot deadlock.
+// Credits: a receiver has posted as many receives as it announced slots when connecting. Each frame
+// and each immediate uses up one slot. Every frame returns credits for slots that are free again.
+// The last credit is reserved for a frame that only returns credits, so two busy sides cannot
+// deadlock.
 #ifndef BYTEPS_NET_RDMA_WIRE_H_
 #define BYTEPS_NET_RDMA_WIRE_H_
 
@@ -56,8 +58,8 @@ namespace rdma {
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
 constexpr uint32_t kVersion = 8;
 
-// Returns how to reject a peer whose message starts with `data`; "" if its protocol and version
-// match.
+// Returns the bytes that reject a peer whose message starts with `data`; "" if its protocol and
+// version match.
 std::string Mismatch(const char* data, size_t bytes);
 
 // Decode functions return false if bytes are missing or invalid.
@@ -70,9 +72,9 @@ struct ConnectRequest {
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
   bool authenticates = false;
-  bool resumes = false;   // there was a connection before, and it broke
-  bool may_move = false;  // the sender knows other paths, and leaves a silent one
-  bool probes = false;    // the request only tests whether requests pass
+  bool resumes = false;   // whether there was a connection before, which broke
+  bool may_move = false;  // whether the sender knows other paths, and leaves a silent one
+  bool probes = false;    // whether the request only tests that requests pass
   uint8_t index = 0;      // index of the endpoint in its plane
   uint8_t mtu = 0;        // largest path MTU, as an ibv_mtu; 0: any
   uint16_t attempt = 0;   // differs for each attempt: a proof is valid once
@@ -102,7 +104,7 @@ struct ConnectReply {
   bool Decode(const char* data, size_t bytes);
 };
 
-// Answer to a request without a proof: asks for another request, with a proof.
+// Answer to a request without a proof. It asks for another request, with a proof.
 struct Challenge {
   uint64_t sender = 0;
   std::string nonce;  // auth::kNonceBytes
@@ -120,7 +122,7 @@ constexpr size_t kMaxReason = 122;
 
 struct Refusal {
   std::string reason;
-  bool again_soon = false;  // the reason will soon be gone: try again
+  bool again_soon = false;  // whether the reason will soon be gone, so that the peer may try again
   std::string proof;        // kAnswerProofBytes bytes; all zero without a proof
 
   // Returns the bytes that the proof covers after all claims of the greeting so far.
@@ -146,9 +148,9 @@ enum FrameType : uint8_t {
 
 struct FrameHeader {
   FrameType type = kMessage;
-  bool meta_in_region = false;  // RTS: the meta is written too, before the values
-  bool has_offer = false;       // message, RTS: an Offer follows the sizes
-  bool takes_offer = false;     // RTS: `id` is the cookie of an offer; there is no CTS
+  bool meta_in_region = false;  // RTS: whether the meta is written, too, before the values
+  bool has_offer = false;       // message, RTS: whether an Offer follows the sizes
+  bool takes_offer = false;     // RTS: whether `id` is the cookie of an offer; there is no CTS then
   uint8_t values = 0;           // number of values
   uint32_t credits = 0;         // number of credits that this frame returns
   uint32_t id = 0;              // RTS, CTS: the sender's id of the message
@@ -159,7 +161,7 @@ struct FrameHeader {
 };
 constexpr size_t kFrameHeaderBytes = 16;
 
-// Memory to which a message's values are to be written. It follows the header of a CTS.
+// Memory to which a message's values are written. It follows the header of a CTS.
 struct Target {
   uint64_t address = 0;
   uint32_t rkey = 0;
@@ -179,7 +181,7 @@ struct Offer {
 };
 constexpr size_t kOfferBytes = 24;
 
-// Body of a kResume frame: it follows the header.
+// Body of a kResume frame. It follows the header.
 struct Resume {
   // Number of messages that the sender of this Resume has received from its peer, since the first
   // connection of the two endpoints. The peer sends its later messages again.
@@ -189,14 +191,14 @@ struct Resume {
   bool Decode(const char* data, size_t bytes);
 };
 
-// Limit of the bytes of a message's values; a message that claims more is refused. No message of
-// this project has as many, since BYTEPS_PARTITION_BYTES is at most 1 GiB.
+// Limit of the bytes of a message's values. A message that claims more is refused. No message of
+// this project has as many, because BYTEPS_PARTITION_BYTES is at most 1 GiB.
 constexpr uint64_t kMaxValueBytes = (1ull << 30) + (1ull << 20);
 constexpr uint32_t kMaxValues = 16;
-constexpr uint32_t kMaxEndpoints = 64;  // per plane, between two nodes
+constexpr uint32_t kMaxEndpoints = 64;  // limit per plane, between two nodes
 // Limit of the bytes of a message's meta, from a peer that is not in the job yet.
 constexpr uint32_t kStrangersMetaBytes = 65536;
-// Bytes of a slot that are not for small values: they hold the header, the sizes and a typical
+// Bytes of a slot that are not for small values. They hold the header, the sizes and a typical
 // meta.
 constexpr uint32_t kHeadRoom = 1024;
 // A meta in a region takes a multiple of this many bytes, to align the values that follow it.

@@ -1,21 +1,21 @@
-// A connection to a peer. It survives broken sockets.
+// Connection to a peer. It survives broken sockets.
 //
 // Sending: the thread that calls Send writes to the socket until the socket is full. The rest waits
-// in a queue. The poller's thread sends it when the socket has room again, or another thread that
+// in a queue. When the socket has room again, the poller's thread sends it, or another thread that
 // is already writing. Small messages overtake large ones that have not begun.
 //
-// Receiving: the poller's thread reads, or a thread that serves for it (Poller::ServeReady) and
-// counts as the poller's thread below. Values are read straight into their destination, except for
-// a few KiB that arrived together with the meta and are copied.
+// Receiving: the poller's thread reads. Another thread may serve for it (Poller::ServeReady), and
+// then counts as the poller's thread below. Values are read straight into their destination, except
+// for a few KiB that arrived together with the meta and are copied.
 //
-// Broken sockets: each side counts the messages it has written, and those it has received
+// Broken sockets: each side counts the messages that it has written, and those that it has received
 // completely. It acknowledges received messages in each frame, or in a frame of its own, and keeps
 // sent messages until they are acknowledged. When the socket breaks, the side that made the
 // connection connects again, and both sides tell their counts. Missing messages are sent again in
-// the same order, so each message arrives exactly once. If the greeting over a new socket fails,
-// that counts as one attempt (net/link/admission.h). The outage ends when a message sent over the
-// new socket is acknowledged, or at once if no message has to be sent. The new socket alone does
-// not end the outage, since a path may carry a greeting and nothing larger. After an outage of
+// the same order, so each message arrives exactly once. A greeting that fails over a new socket
+// counts as one attempt (net/link/admission.h). The outage ends when a message sent over the new
+// socket is acknowledged, or at once if no message has to be sent. The new socket alone does not
+// end it, because a path may carry a greeting and nothing larger. After an outage of
 // BYTEPS_RECONNECT_TIMEOUT_S the connection closes.
 //
 // End: either side, an error or Close closes the connection, for good. The poller's thread then
@@ -50,7 +50,7 @@
 namespace ps {
 namespace tcp {
 
-// Delivery of the bytes written to a socket.
+// State of the bytes that were written to a socket.
 struct Delivery {
   bool known = false;         // false: the kernel does not say (Linux before 4.1)
   uint64_t acknowledged = 0;  // bytes acknowledged by the peer's host since connecting
@@ -61,7 +61,8 @@ struct Delivery {
 
 Delivery DeliveryOf(int fd);
 
-// Reasons for the end of a connection that say more than "its socket broke"; also kLinkClosed.
+// Reasons for the end of a connection that say more than "its socket broke". kLinkClosed is another
+// one.
 constexpr char kReset[] = "its connection was reset";
 // The peer has acknowledged nothing for ConnectionSettings::silence_s.
 constexpr char kTimedOut[] = "its connection timed out";
@@ -74,14 +75,14 @@ class ConnectionOwner : public FramePlaces {
  public:
   // The connection's poller thread calls all these functions.
 
-  // Called when the listening side has authenticated and identified itself. Returns "", or a reason
-  // to close the connection for good.
+  // Called when the listening side has authenticated and identified itself. Returns "", or the
+  // reason to close the connection for good.
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
-  // Called when the socket broke. Returns how long the connection may have none; 0 closes it.
+  // Called when the socket broke. Returns how long the connection may have no socket; 0 closes it.
   virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
-  // Called when a new socket works. `after`: how long the connection had none. `again`: number of
-  // messages that were sent again.
+  // Called when a new socket works. `after`: time that the connection had no socket. `again`:
+  // number of messages that were sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const LinkEnding& ending) = 0;
 };
@@ -91,7 +92,7 @@ struct ConnectionSettings {
   // Seconds without an acknowledgement after which the socket is closed, if the connection has only
   // one pair of NICs.
   double silence_s = 15;
-  // Seconds like silence_s, if the connection can use another pair of NICs.
+  // The same time for a connection that can use another pair of NICs.
   double switch_s = 4;
   // BYTEPS_RECONNECT_TIMEOUT_S
   double reconnect_s = 30;
@@ -112,9 +113,9 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Thread-safe.
   void Adopt(StreamPtr socket, const Hello& hello);
 
-  // Connects to `port` of the peer and sends `hello`. Retries while nothing listens there, until
+  // Connects to `port` of the peer and sends `hello`. While nothing listens there, retries until
   // `deadline`. Uses the first pair of NICs that works, and returns to an earlier pair when that
-  // one works again. Blocks only to resolve names.
+  // works again. Blocks only to resolve names.
   void Dial(const std::vector<NicPair>& pairs, int port, const Hello& hello,
             Clock::time_point deadline);
   // Adds pairs of NICs, which are as good as the first pair. Thread-safe. Call after Dial.
@@ -145,7 +146,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   LinkLoad load();
 
-  // The identity that a connecting peer has proved. The owner sets it before Adopt.
+  // Identity that a connecting peer has proved. The owner sets it before Adopt.
   PeerIdentity identity;
   // The peer's node id, or Node::kEmpty.
   int peer() const { return peer_; }
@@ -173,9 +174,9 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
     kOpen,
     kClosed,
   };
-  // The next part of the greeting that the connecting side expects.
+  // Next part of the greeting that the connecting side expects.
   enum class Greeting { kOver, kHandshake, kChallenge, kReply };
-  using Socket = StreamPtr;  // stays open while a thread writes to it
+  using Socket = StreamPtr;  // Socket that stays open while a thread writes to it.
 
   // Addresses of a socket.
   struct Ends {
@@ -185,22 +186,22 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   };
   // State of writing to the socket.
   struct Writing {
-    bool is_on = false;     // a thread is in Drain
-    bool blocked = false;   // the socket was full; the poller will report room
-    bool writable = false;  // the poller reported room during a write
+    bool is_on = false;     // whether a thread is in Drain
+    bool blocked = false;   // whether the socket was full; the poller will report room
+    bool writable = false;  // whether the poller has reported room during a write
   };
-  // The messages that are being written.
+  // Messages that are being written.
   struct Batch {
     OutgoingList list;
     size_t done = 0;     // bytes already written
-    uint64_t epoch = 0;  // epoch of the socket that the batch is written to
+    uint64_t epoch = 0;  // epoch of the socket to which the batch is written
   };
   struct Closing {
     bool when_flushed = false;
     bool goodbye_sent = false;
     LinkEnding ending;
   };
-  // The peer's acknowledgements.
+  // Acknowledgements by the peer.
   struct Heard {
     OutgoingList arrived;         // messages that have arrived; destroyed without a lock
     uint64_t received = 0;        // the peer's latest count of received messages
@@ -221,11 +222,11 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void TryNext();
   void TryAgain(const std::string& error, bool nobody_listens = false);
   void GiveUpAttempt(Clock::duration after, const std::string& complaint);
-  // Ends this attempt or connection: the greeting is invalid or missing. Called by the poller's
-  // thread.
+  // Ends this attempt or connection, because the greeting is invalid or missing. Called by the
+  // poller's thread.
   void Failed(const std::exception& error);
   void OnConnected();
-  // Returns false if the handshake is incomplete, or failed.
+  // Continues the TLS handshake. Returns false if it is incomplete, or has failed.
   bool ShakeHands();
   void SayHello(const Socket& socket);
   bool ReadGreeting() PS_REQUIRES(receive_mu_);
@@ -253,8 +254,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Clock::time_point Deadline() const;
   // Closes the connection, unless the deadline has moved.
   void OnDeadline();
-  // Waits until the peer has acknowledged something sent over the new socket. `again`: number of
-  // messages that are sent again over it.
+  // Waits until the peer has acknowledged bytes that were sent over the new socket. `again`: number
+  // of messages that are sent again over it.
   void AwaitAcknowledgement(size_t again);
   void LookForAcknowledgement(uint64_t epoch, Clock::duration pause);
   bool Acknowledged();
@@ -267,7 +268,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   std::string GivenUp() const;
   // Handles the peer's count of received messages.
   void OnReceived(uint64_t received);
-  // Takes back the memory of the messages of heard_.arrived from index `first` on: they have
+  // Takes back the memory of the messages in heard_.arrived from index `first` on. They have
   // arrived, so nothing reads it any more.
   void TakeBackFrom(size_t first);
   // Acknowledges received messages, now or soon.
@@ -280,8 +281,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
   Socket CurrentSocket();
-  // Parses the bytes that were read. Returns true if a message is complete, in `msg`; `*drop` says
-  // whether the message was abandoned. Returns false if more bytes are needed.
+  // Parses the bytes that were read. Returns true if a message is complete, in `msg`; `*drop` then
+  // says whether it was abandoned. Returns false if more bytes are needed.
   bool Parse(Message* msg, size_t* bytes, bool* drop) PS_REQUIRES(receive_mu_);
   void OnFrame(const FrameHeader& header) PS_REQUIRES(receive_mu_);
 
@@ -299,7 +300,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   LinkRate rate_ PS_GUARDED_BY(mu_);
   Writing writing_ PS_GUARDED_BY(mu_);
   Closing closing_ PS_GUARDED_BY(mu_);
-  Batch batch_;  // used by the thread that writes at the moment
+  Batch batch_;  // Only the thread that is writing uses this.
 
   // Only the poller's thread uses these members. (Another thread may set dial_ and hello_ before
   // the poller's thread knows this connection.)

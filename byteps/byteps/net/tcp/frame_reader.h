@@ -21,9 +21,8 @@ namespace tcp {
 class FramePlaces {
  public:
   virtual ~FramePlaces() = default;
-  // Returns the buffer for the received values of a message, `bytes` in total. Returns
-  // null to use pooled memory, and Nowhere() to drop the values. Called with the
-  // reader's lock held: see Abandon.
+  // Returns the buffer for the received values of a message, `bytes` in total. Null: use pooled
+  // memory. Nowhere(): drop the values. Called with the reader's lock held: see Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
 };
 
@@ -38,10 +37,10 @@ class FrameReader {
   // Sets the sender's node id, which is passed to PlaceFor.
   void SetSender(int id) { sender_ = id; }
 
-  // Returns the buffer of bytes that were read. The connection reads its greeting through it, too.
+  // Returns the buffer of bytes that were read. The connection also reads its greeting through it.
   ReadBuffer* buffer() { return &buffer_; }
 
-  // Reads once, like readv. Sets `*all` to true if the kernel holds no more data now; otherwise
+  // Reads once, like readv. Sets `*all` to true if the kernel holds no more data now. Otherwise
   // leaves it unchanged.
   ssize_t Read(Stream* socket, bool* all);
 

@@ -18,7 +18,7 @@
 namespace ps {
 namespace tcp {
 
-// An outgoing message, or a frame without a message.
+// Outgoing message, or a frame without a message.
 struct Outgoing {
   std::string head;  // everything but the values
   std::vector<SArray<char>> values;

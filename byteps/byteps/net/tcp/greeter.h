@@ -18,18 +18,19 @@
 namespace ps {
 namespace tcp {
 
-// A peer that has connected but not authenticated yet.
+// Peer that has connected but not authenticated yet.
 //
 // Such a peer costs this process a socket and a few bytes, for a short time. Only an authenticated
 // peer gets memory to receive into, an entry in the peer table, and contact with the scheduler. A
-// peer that has sent nothing costs only its socket: encryption starts with its first byte.
+// peer that has sent nothing costs only its socket, because encryption starts with its first byte.
 
 class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter> {
  public:
   struct Host {
-    // Returns the challenge for a peer that sent this Hello: the job and this process.
+    // Returns the challenge for a peer that has sent this Hello. It contains the job and this
+    // process.
     std::function<Challenge(const Hello&)> challenge;
-    // Called when the peer has authenticated. Takes the socket and returns "", or returns a
+    // Called when the peer has authenticated. Takes the socket and returns "", or returns the
     // reason to refuse the peer.
     std::function<std::string(const StreamPtr&, const Hello&)> admit;
     // Called when the greeter is finished: the peer was accepted, refused, or is gone.
@@ -51,7 +52,7 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
  private:
   enum class Phase { kSilent, kHandshake, kHello, kProof, kRefused, kDone };
 
-  // Returns true if there may be more to read.
+  // Continues the TLS handshake. Returns true if there may be more to read.
   bool ShakeHands();
   bool Read();
   void OnHello();
@@ -62,7 +63,7 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   const std::shared_ptr<Poller> poller_;
   const int number_;  // number of the socket
   const std::string from_;
-  // The poller's thread alone uses these members.
+  // Only the poller's thread uses these members.
   Fd fd_;             // the socket, until the peer sends something
   StreamPtr socket_;  // the socket, after the peer has sent something
   Phase phase_ = Phase::kSilent;

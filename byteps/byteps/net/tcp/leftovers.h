@@ -6,8 +6,8 @@
 namespace ps {
 namespace tcp {
 
-// Reads and drops the bytes that a refused peer still sends. With unread bytes, the kernel would
-// reset the socket when it is closed, and the peer might never get the refusal.
+// Reads and drops the bytes that a refused peer still sends. If bytes stayed unread, the kernel
+// would reset the socket when it is closed, and the peer might never get the refusal.
 class Leftovers {
  public:
   enum Result { kMore, kNothingYet, kEnd };

@@ -13,8 +13,8 @@
 namespace ps {
 namespace tcp {
 
-// Pool of memory for received values. Memory is reused, since the kernel needs as much time to
-// provide fresh pages as to receive into them.
+// Pool of memory for received values. Memory is reused, because the kernel needs as long to provide
+// fresh pages as to receive into them.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
   // Keeps at most `limit` bytes of unused memory.

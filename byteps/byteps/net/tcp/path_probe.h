@@ -12,7 +12,7 @@
 namespace ps {
 namespace tcp {
 
-// Tests whether a peer accepts connections between two NICs: connects, sends nothing, and closes.
+// Test whether a peer accepts connections between two NICs. It connects, sends nothing, and closes.
 class PathProbe : public Pollable, public std::enable_shared_from_this<PathProbe> {
  public:
   using Done = std::function<void(bool works)>;

@@ -16,27 +16,28 @@ namespace tcp {
 // Time between two warnings about a flood of unauthenticated connections.
 constexpr auto kWarnAgain = std::chrono::minutes(1);
 
-// An unauthenticated connection. A process limits the number of such connections: when the limit is
-// reached, it closes one for each new one.
+// Unauthenticated connection. A process limits the number of such connections: at the limit, it
+// closes one for each new one.
 //
 // All connections are accepted at once, so that an honest node does not queue in the kernel behind
 // silent connections. At the limit, the address with the most pending connections loses its oldest
-// connection. So a flood from one address does not affect nodes at other addresses. During a flood
-// from a node's own address, the node still has limit / (connections per second of the flood)
-// seconds to authenticate.
+// one. So a flood from one address does not affect nodes at other addresses. During a flood from
+// its own address, a node still has limit / (connections per second of the flood) seconds to
+// authenticate.
 
 class PendingPeer : public Pollable {
  public:
-  // Closes the socket for this reason, and calls PendingPeers::Remove. Poller's thread.
+  // Closes the socket for this reason, and calls PendingPeers::Remove. The poller's thread calls
+  // this.
   virtual void End(const std::string& reason) = 0;
   // Call before End to close the socket by a reset, which leaves no state in the kernel.
   virtual void ResetOnEnd() = 0;
-  // Returns whether the peer was refused, and the socket stays open only until the peer has read
-  // the refusal.
+  // Returns whether the peer was refused, so that the socket stays open only until the peer has
+  // read the refusal.
   virtual bool answered() const = 0;
 };
 
-// The unauthenticated connections of a process. Used by one poller's thread alone.
+// Unauthenticated connections of a process. Only one poller's thread uses this.
 class PendingPeers {
  public:
   using Ptr = std::shared_ptr<PendingPeer>;
@@ -84,7 +85,7 @@ class PendingPeers {
 };
 
 // Returns the origin of a connection, for fairness and the log: an IPv4 address, or the /64 network
-// of an IPv6 address, since one host may have all of it.
+// of an IPv6 address, because one host may have all of it.
 std::string OriginOf(const Address& address);
 
 }  // namespace tcp

@@ -22,17 +22,17 @@
 namespace ps {
 namespace tcp {
 
-// An object whose socket a Poller watches. The poller reports each readiness once (edge-triggered).
+// Object whose socket a Poller watches. The poller reports each readiness once (edge-triggered).
 class Pollable {
  public:
   virtual ~Pollable() = default;
-  // `events`: epoll's event bits. Returns true if there is more to do: the poller then calls
-  // OnReady again, with 0. Must not throw. A poller makes its calls and runs its tasks one after
-  // another.
+  // Handles readiness. `events`: epoll's event bits. Returns true if there is more to do; the
+  // poller then calls OnReady again, with 0. Must not throw. A poller makes its calls and runs its
+  // tasks one after another.
   virtual bool OnReady(uint32_t events) = 0;
 };
 
-// A thread that waits for sockets and timers.
+// Thread that waits for sockets and timers.
 class Poller {
  public:
   using Clock = AwakeClock;
@@ -50,24 +50,24 @@ class Poller {
 
   // Watches `fd`, and keeps `pollable`, until Forget. Throws Error. Thread-safe.
   void Watch(int fd, std::shared_ptr<Pollable> pollable);
-  // Stops watching `fd`: call before `fd` is closed. A running OnReady continues. Thread-safe.
+  // Stops watching `fd`. Call before `fd` is closed. A running OnReady continues. Thread-safe.
   void Forget(int fd);
 
   // Runs the task in the poller's thread. Thread-safe.
   void Post(Task task) { At(Clock::now(), std::move(task)); }
   void At(Clock::time_point when, Task task);
 
-  // Calls OnReady of everything that is ready, in the calling thread. For a thread that waits for
-  // an answer: this saves a wake-up of the poller's thread. Does nothing while another thread
-  // serves. Thread-safe.
+  // Calls OnReady of everything that is ready, in the calling thread. A thread that waits for an
+  // answer calls this, which saves a wake-up of the poller's thread. Does nothing while another
+  // thread serves. Thread-safe.
   void ServeReady() PS_NO_THREAD_SAFETY_ANALYSIS;  // clang cannot follow TryLock
 
   // Tells the thread that more data may come within microseconds. The thread then polls for up to
-  // kAwake before it sleeps, since a wake-up would take as long as the data. It does not poll if
-  // the last such wait took longer than kAwake. Call in OnReady and tasks only.
+  // kAwake before it sleeps, because a wake-up would take as long as the data. It does not poll if
+  // its last wait took longer than kAwake. Call in OnReady and tasks only.
   void StayAwake() { stays_awake_ = true; }
 
-  // Ends the thread and drops waiting tasks. Idempotent.
+  // Ends the thread and drops waiting tasks. A second call does nothing.
   void Stop();
 
  private:
@@ -92,8 +92,8 @@ class Poller {
   Clock::duration last_wait_ = Clock::duration::max();  // the thread's last wait after StayAwake
 
   Mutex serving_mu_;
-  // Whether the poller's thread is about to take serving_mu_. ServeReady then does not take the
-  // lock: threads that wait for answers could otherwise take it again and again.
+  // Whether the poller's thread is about to take serving_mu_. ServeReady then leaves the lock to
+  // it. Otherwise threads that wait for answers could take the lock again and again.
   std::atomic<bool> thread_serves_{false};
   // Numbers of the pollables that have more to do.
   std::vector<uint64_t> unfinished_ PS_GUARDED_BY(serving_mu_);

@@ -15,11 +15,11 @@
 namespace ps {
 namespace tcp {
 
-// The pollers of a process, and the memory that they receive into.
+// Pollers of a process, and the memory into which they receive.
 //
-// On a host with several NUMA nodes, the connections of a NIC use pollers that run on the NIC's
-// NUMA node. The memory of these pollers is on that node too: the kernel places a page on the node
-// of the thread that first writes to the page, and only threads of the same node reuse the memory.
+// On a host with several NUMA nodes, a NIC's connections use pollers that run on the NIC's NUMA
+// node. The memory of these pollers is on that node, too: the kernel places a page on the node of
+// the thread that first writes to it, and only threads of that node reuse the memory.
 
 class Pollers {
  public:

@@ -11,7 +11,7 @@ namespace ps {
 namespace tcp {
 
 // Buffer of bytes that were read from a socket and are not parsed yet. Most bytes of values do not
-// pass through the buffer: they are read straight into their destination.
+// pass through it, because they are read straight into their destination.
 class ReadBuffer {
  public:
   // Size of the buffer. It limits the bytes that one read takes besides a value: several small
@@ -23,8 +23,8 @@ class ReadBuffer {
   size_t size() const { return end_ - begin_; }
   const char* data() const { return bytes_.data() + begin_; }
 
-  // Returns the next `bytes` bytes. Returns null if not all of them were read yet; the next reads
-  // have room for them.
+  // Returns the next `bytes` bytes. Returns null if not all of them were read yet. The next reads
+  // then have room for them.
   const char* Peek(size_t bytes);
   void Skip(size_t bytes) { begin_ += bytes; }
   void Clear() { begin_ = end_ = 0; }

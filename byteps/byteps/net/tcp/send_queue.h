@@ -19,7 +19,7 @@ class SendQueue {
  public:
   void Push(OutgoingPtr outgoing);
 
-  // Moves the messages for the next write into `batch`, which must be empty. Their frames
+  // Moves the messages of the next write into `batch`, which must be empty. Their frames
   // acknowledge `received` messages of the peer. Returns false if no message waits.
   bool TakeBatch(uint64_t received, OutgoingList* batch);
   // Records that this many bytes of the last batch are written.
@@ -27,8 +27,8 @@ class SendQueue {
 
   // Handles the peer's count of received messages. Throws like ReplayLog.
   void Arrived(uint64_t received, OutgoingList* arrived);
-  // Continues on a new socket; the peer has received this many messages. Returns how
-  // many messages are sent again.
+  // Continues on a new socket. The peer has received this many messages. Returns how many messages
+  // are sent again.
   size_t Resume(uint64_t received, OutgoingList* arrived);
 
   // Returns all messages, when the connection ends.
@@ -40,7 +40,7 @@ class SendQueue {
   bool all_arrived() const { return empty() && log_.empty(); }
   // Number of bytes that wait, or are in a batch and not written.
   size_t bytes() const { return bytes_; }
-  // Bytes of messages that were taken for writing and have not arrived.
+  // Number of bytes of messages that were taken for writing and have not arrived.
   size_t bytes_in_flight() const { return bytes_in_flight_; }
 
  private:

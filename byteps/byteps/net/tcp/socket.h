@@ -20,13 +20,13 @@ namespace tcp {
 Fd Listen(const Address& address, int* port);
 
 // Starts to connect from address `from` of this host ("": any address). The socket becomes writable
-// when the attempt has ended. Returns an empty Fd, with errno set, if the attempt failed at once.
+// when the attempt has ended. If the attempt failed at once, returns an empty Fd and sets errno.
 Fd BeginConnect(const Address& address, const std::string& from = "");
 
 // Returns the result of the attempt to connect: 0 or an errno.
 int ConnectError(int fd);
 
-// The two addresses of a connected socket, without ports. Empty if it is no longer connected.
+// Both addresses of a connected socket, without ports. Empty if it is no longer connected.
 struct HostPair {
   std::string here;
   std::string there;
@@ -34,7 +34,7 @@ struct HostPair {
 HostPair HostsOf(int fd);
 
 // Sets options of a connection: it sends small messages without delay, and it breaks when the
-// peer's host is silent for about `silence_s` seconds.
+// peer's host has been silent for about `silence_s` seconds.
 void SetOptions(int fd, double silence_s);
 
 // Makes close() reset the connection, so that the kernel keeps no state of the connection.
@@ -48,13 +48,13 @@ size_t MakeRoomForFiles(size_t connections);
 }  // namespace ps
 
 // Annotations for ThreadSanitizer, empty in other builds. ThreadSanitizer cannot see that the
-// transport reads a message's memory until the peer has the message, since an acknowledgement
+// transport reads a message's memory until the peer has the message, because the acknowledgement
 // passes through another process.
 //
 // A sending thread first notes its reads of the memory. ThreadSanitizer then reports a race if a
-// thread writes to the memory without waiting until the message has been sent. When the peer has
-// acknowledged the message, or its answer is about to be written to the same memory, TakeBack tells
-// ThreadSanitizer that the reads are over.
+// thread writes to the memory without waiting until the message was sent. TakeBack tells
+// ThreadSanitizer that the reads are over: when the peer has acknowledged the message, or when its
+// answer is about to be written to the same memory.
 
 #if defined(__SANITIZE_THREAD__)
 #define PS_WATCHES_THREADS 1
@@ -84,8 +84,8 @@ inline void NoteRead(const iovec& piece) { __tsan_read_range(piece.iov_base, pie
 inline void HandOver(const void* begin) { __tsan_release(const_cast<void*>(begin)); }
 inline void TakeBack(const void* begin) { __tsan_acquire(const_cast<void*>(begin)); }
 
-// Keeps ThreadSanitizer from noting this thread's reads, which were noted before, as long as this
-// object lives.
+// Keeps ThreadSanitizer from noting this thread's reads as long as this object lives, because they
+// were noted before.
 class NotedAlready {
  public:
   NotedAlready() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__); }
@@ -94,8 +94,8 @@ class NotedAlready {
   NotedAlready& operator=(const NotedAlready&) = delete;
 };
 
-// Like sendmsg, but bypasses ThreadSanitizer's own sendmsg, which would take any later recv for the
-// end of these reads.
+// Calls sendmsg, but bypasses ThreadSanitizer's own sendmsg, which would take any later recv for
+// the end of these reads.
 inline ssize_t SendMessage(int fd, const msghdr* message, int flags) {
   return syscall(SYS_sendmsg, fd, message, flags);
 }

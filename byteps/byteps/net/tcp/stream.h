@@ -19,15 +19,15 @@ class Stream {
  public:
   enum Side { kConnects, kListens };
 
-  // `tls` encrypts, and must outlive this; null: no encryption.
+  // `tls` encrypts, and must outlive this object. Null: no encryption.
   Stream(Fd fd, const tls::Context* tls, Side side);
 
   int fd() const { return fd_.get(); }
   // Counts bytes read and written in `counters`. Call before other threads use the stream.
   void CountAt(NicCounters* counters) { counters_ = counters; }
 
-  // Read and write like readv and sendmsg with MSG_DONTWAIT. One thread may read while another
-  // writes. After EAGAIN the next Write must get the same bytes again.
+  // Read and Write behave like readv and sendmsg with MSG_DONTWAIT. One thread may read while
+  // another writes. After EAGAIN the next Write must get the same bytes again.
   ssize_t Read(const iovec* vector, int count);
   ssize_t Write(const iovec* vector, int count);
   // Writes a part of the greeting, for which the kernel always has room. If the socket has closed,
@@ -35,13 +35,13 @@ class Stream {
   void Say(const std::string& bytes);
   // Describes `error`, an errno of Read or Write.
   std::string Text(int error);
-  // Returns whether the peer caused the error deliberately, so that it is useless to try again.
+  // Returns whether the peer caused the error deliberately, so that trying again is useless.
   bool Refused(int error) const { return tls_ && error == EPROTO; }
 
   bool encrypted() const { return tls_ != nullptr; }
   // Calls tls::Session::Handshake. Requires an encrypted stream, before the first Read or Write.
   tls::Session::Step Handshake() { return tls_->Handshake(); }
-  // Stops encrypting, to tell a peer that does not encrypt why it is refused.
+  // Stops encrypting, so that a peer that does not encrypt can be told why it is refused.
   void GoPlain() { tls_.reset(); }
   // Returns bytes that only the two ends of this encrypted connection know; "" without encryption.
   std::string binding() const { return tls_ ? tls_->binding() : ""; }

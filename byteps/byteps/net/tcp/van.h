@@ -21,30 +21,30 @@
 namespace ps {
 namespace tcp {}  // namespace tcp
 
-// The van over TCP.
+// Van over TCP.
 //
 // Connections: the scheduler and each server listen at one port on all their NICs. All nodes
 // connect to the scheduler. Workers connect to each server with BYTEPS_CONNECTIONS connections, by
 // default as many as the link and the NICs of both nodes need. Answers use the same connections.
-// Neighboring servers connect too if they keep each other's state (net/link/admission.h); a message
-// to a neighbor that has not connected yet waits. Workers do not listen. A message takes the
-// working connection with the fewest queued bytes.
+// Neighboring servers also connect if they keep each other's state (net/link/admission.h); a
+// message to a neighbor that has not connected yet waits. Workers do not listen. A message takes
+// the working connection with the fewest queued bytes.
 //
 // Threads: BYTEPS_IO_THREADS pollers read, and write what senders could not write at once. A poller
 // runs on the NUMA node of the NICs that it serves (Pollers). A thread that waits for a small
-// all-reduce reads too. The poller that reads a data message calls the data handler. Van's
+// all-reduce also reads. The poller that reads a data message calls the data handler. Van's
 // receiving thread handles control messages and lost peers.
 //
 // Identity: both ends of a connection prove that they have the job's secret (greeter.h). The
-// scheduler creates a number for the job and its generation, and tells the number to nodes that
-// connect. Servers accept connections of that generation only. A node's token, a random number in
-// Node::endpoint_name, tells which process a connection belongs to. The sender of a message is
+// scheduler makes a number for the job and its generation, and tells it to nodes that connect.
+// Servers accept only connections of that generation. A node's token, a random number in
+// Node::endpoint_name, tells to which process a connection belongs. The sender of a message is
 // taken from its connection, not from the message.
 
 namespace tcp {
 
 // Returns the number of connections to each server, for a worker that exchanges `gbps` (Gbit/s each
-// way) with all servers together. The number is at most `threads`, since one thread serves a
+// way) with all servers together. The number is at most `threads`, because one thread serves a
 // connection.
 int ConnectionsFor(double gbps, int servers, int threads);
 
@@ -96,10 +96,10 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   int ConnectionsWith(const Node& node);
   // Returns the candidate pairs of NICs of each connection.
   std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
-  // Listens at each address at which this node does not listen yet. Throws Error if the first
-  // address fails, and leaves out other addresses that fail.
+  // Listens at each address at which this node does not listen yet. If the first address fails,
+  // throws Error. Other addresses that fail are left out.
   void ListenAt(const std::vector<Address>& addresses, int* port);
-  // Makes a connection over the NIC with this address; "" if the NIC is unknown.
+  // Makes a connection over the NIC with this address. "" if the NIC is unknown.
   tcp::ConnectionPtr NewConnection(const std::string& address);
   // Moves pollers to the NUMA nodes of this node's NICs.
   void PlacePollers(const Node& self);
@@ -113,7 +113,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   tcp::Greeter::Host host_;
   std::unique_ptr<tcp::Pollers> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
-  // Unauthenticated peers. Used by the first poller's thread.
+  // Unauthenticated peers. Only the first poller's thread uses them.
   std::unique_ptr<tcp::PendingPeers> pending_;
 };
 

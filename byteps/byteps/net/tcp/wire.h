@@ -8,8 +8,8 @@
 //
 // A proof (net/auth/secret.h) covers the Hello, and the Challenge up to the Challenge's proof. So a
 // proof is valid only for this connection, these two processes, this job and these roles. The proof
-// in the Reply covers the Reply too. In a job without a secret the proofs are checksums. Challenge
-// and Reply may refuse the connection; the reason then follows, and the connection closes.
+// in the Reply also covers the Reply. In a job without a secret the proofs are checksums. Challenge
+// and Reply may refuse the connection. The reason then follows, and the connection closes.
 //
 // link/admission.h defines the meaning of a failed greeting.
 //
@@ -34,7 +34,8 @@ constexpr uint32_t kMagic = 0x5350424d;  // "MBPS"
 constexpr uint16_t kVersion = 5;
 
 struct Hello {
-  uint64_t job = 0;       // number of the job and generation; 0: unknown, for the scheduler alone
+  // Number of the job and generation; 0: unknown, which only the scheduler accepts.
+  uint64_t job = 0;
   uint64_t sender = 0;    // token of the process that connects
   uint64_t receiver = 0;  // token of the process that it wants to reach; 0: unknown
   int32_t node_id = 0;    // the sender's node id; Node::kEmpty before it has joined
@@ -42,10 +43,10 @@ struct Hello {
   uint8_t role = 0;       // the sender's Node::Role
   uint16_t index = 0;     // index of the connection, among those of the two nodes
   bool authenticates = false;
-  bool resumes = false;   // this connection existed before, and broke
+  bool resumes = false;   // whether this connection existed before, and broke
   uint64_t received = 0;  // number of messages that the sender has received over this connection
   std::string nonce;      // auth::kNonceBytes
-  // The greeting that both ends have proved. It is not sent. The Reply's proof begins with it.
+  // Greeting that both ends have proved. It is not sent. The Reply's proof begins with it.
   std::string said;
 
   std::string Encode() const;
@@ -80,8 +81,8 @@ struct Reply {
 constexpr size_t kReplyBytes = 48;
 constexpr size_t kMaxRefusalBytes = 1024;
 
-// Returns how to reject a peer whose greeting starts with `data` (at least kPreambleBytes); "" if
-// its protocol and version match.
+// Returns the bytes that reject a peer whose greeting starts with `data` (at least kPreambleBytes);
+// "" if its protocol and version match.
 constexpr size_t kPreambleBytes = 6;
 std::string Mismatch(const char* data);
 // Returns whether `data` is the start of TLS.
@@ -90,10 +91,10 @@ bool LooksEncrypted(const char* data);
 // Decodes a Hello of this version. `data`: kHelloBytes bytes.
 Hello DecodeHello(const char* data);
 // Decodes a Challenge of this version. `data`: kChallengeBytes bytes. Sets `refusal_bytes` to the
-// number of bytes of the refusal, which follow.
+// number of bytes of the refusal that follows.
 Challenge DecodeChallenge(const char* data, size_t* refusal_bytes);
 // Decodes a Reply of this version. `data`: kReplyBytes bytes. Sets `refusal_bytes` to the number of
-// bytes of the refusal, which follow.
+// bytes of the refusal that follows.
 Reply DecodeReply(const char* data, size_t* refusal_bytes);
 
 // Labels for the sender of a proof. Each proof also covers its label.
@@ -118,8 +119,8 @@ struct FrameHeader {
 constexpr size_t kFrameHeaderBytes = 16;
 // Offset of `received` in the header.
 constexpr size_t kReceivedOffset = 8;
-// Limits of the values of a message. No message of this project exceeds them, and a frame that
-// claims more is invalid.
+// Limits of a message's values. No message of this project exceeds them, and a frame that claims
+// more is invalid.
 constexpr size_t kMaxValues = 16;
 constexpr uint64_t kMaxValueBytes = 1ull << 32;
 

@@ -1,7 +1,7 @@
 // Encrypted connections: TLS 1.3 by OpenSSL.
 //
-// Nodes authenticate by the job's secret, from which a pre-shared key is derived. Or they have
-// certificates; they then prove the secret as well, if the job has one. A proof of the secret
+// Nodes authenticate by a pre-shared key, which is derived from the job's secret. Or they have
+// certificates; then they prove the secret as well, if the job has one. A proof of the secret
 // covers Session::binding(), so it is valid for no other TLS connection.
 #ifndef BYTEPS_NET_TLS_TLS_H_
 #define BYTEPS_NET_TLS_TLS_H_
@@ -18,9 +18,9 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
 
-// The functions of OpenSSL 3 that encrypt connections, loaded at run time.
+// Functions of OpenSSL 3 that encrypt connections. They are loaded at run time.
 //
-// Builds therefore do not depend on OpenSSL, and BYTEPS_TLS uses the library that the distribution
+// So builds do not depend on OpenSSL, and BYTEPS_TLS uses the library that the distribution
 // maintains.
 
 // Opaque types of OpenSSL.
@@ -67,8 +67,8 @@ using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char**, siz
                            ssl_session_st**);
 using FindSession = int (*)(ssl_st*, const unsigned char*, size_t, ssl_session_st**);
 
-// The functions used, as X(result, name, parameters). tests/engine/tls_test.cc compares them with
-// OpenSSL's header.
+// Functions that are used, as X(result, name, parameters). tests/engine/tls_test.cc compares them
+// with OpenSSL's header.
 #define PS_OPENSSL_SSL_FUNCTIONS(X)                                                            \
   X(int, OPENSSL_init_ssl, (uint64_t, const ossl_init_settings_st*))                           \
   X(const ssl_method_st*, TLS_method, ())                                                      \
@@ -135,11 +135,11 @@ struct OpenSsl {
 #undef X
 };
 
-// Loads libssl.so.3 and libcrypto.so.3, once per process. Throws Error that says what is missing; a
+// Loads libssl.so.3 and libcrypto.so.3, once per process. Throws Error that says what is missing. A
 // failure is final. Thread-safe.
 const OpenSsl& LoadOpenSsl();
 
-// Advice for an error, if one node encrypts and another does not.
+// Advice to the user if one node encrypts and another does not.
 extern const char kAdvice[];
 
 struct Files {
@@ -154,7 +154,7 @@ struct TlsSettings {
   Files files;            // BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA; each may be empty
 };
 
-// Encryption settings shared by a process's connections.
+// Encryption settings that a process's connections share.
 class Context {
  public:
   // Returns null if encryption is off. Throws Error that says what to set, or what is wrong with a
@@ -203,7 +203,7 @@ class Session {
     kPlain,   // the peer does not encrypt; nothing was read
   };
 
-  // `context` must outlive this. The caller owns `fd`, and keeps it open.
+  // `context` must outlive this object. The caller owns `fd`, and keeps it open.
   Session(const Context* context, int fd, bool connects);
   ~Session();
   Session(const Session&) = delete;
@@ -223,23 +223,24 @@ class Session {
   const std::string& binding() const { return binding_; }
 
  private:
-  // The socket as OpenSSL's BIO. OpenSSL calls OnRead and OnWrite inside its own functions, so mu_
-  // is held; clang cannot see that.
+  // Returns the socket as OpenSSL's BIO. OpenSSL calls OnRead and OnWrite inside its own functions,
+  // so mu_ is held. Clang cannot see that.
   static const bio_method_st* Method();
   static int OnRead(bio_st* bio, char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static int OnWrite(bio_st* bio, const char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static long OnControl(bio_st* bio, int command, long number, void* pointer);
 
-  // Receives from the socket. Returns -1 if there is nothing to receive, or on an error (error_).
+  // Receives from the socket. Returns -1 if there is nothing to receive, or after an error
+  // (error_).
   ssize_t Receive(char* data, size_t bytes, int flags) PS_REQUIRES(mu_);
   void Bind() PS_REQUIRES(mu_);
-  // Sends encrypted bytes. Returns false, and sets errno, if some bytes are left.
+  // Sends encrypted bytes. If some are left, returns false and sets errno.
   bool Flush() PS_REQUIRES(mu_);
   // Encrypts the first of these bytes. Returns how many it has encrypted; 0 on failure.
   size_t Encrypt(const iovec* vector, int count) PS_REQUIRES(mu_);
   // Explains OpenSSL's last error.
   std::string Explain() PS_REQUIRES(mu_);
-  // Sets errno for OpenSSL's `result`; returns Read's result.
+  // Sets errno for OpenSSL's `result`. Returns the result for Read.
   ssize_t Fail(int result) PS_REQUIRES(mu_);
 
   const Context* const shared_;
@@ -250,13 +251,13 @@ class Session {
   // OpenSSL allows one thread at a time.
   Mutex mu_;
   ssl_st* ssl_ PS_PT_GUARDED_BY(mu_) = nullptr;
-  bool known_ PS_GUARDED_BY(mu_) = false;  // the peer's first byte was seen
-  bool plain_ PS_GUARDED_BY(mu_) = false;  // the peer does not use TLS
-  bool ended_ PS_GUARDED_BY(mu_) = false;  // the peer closed the connection
+  bool known_ PS_GUARDED_BY(mu_) = false;  // whether the peer's first byte was seen
+  bool plain_ PS_GUARDED_BY(mu_) = false;  // whether the peer does not use TLS
+  bool ended_ PS_GUARDED_BY(mu_) = false;  // whether the peer has closed the connection
   int error_ PS_GUARDED_BY(mu_) = 0;       // errno of the socket
   std::string failure_ PS_GUARDED_BY(mu_);
   std::string binding_;
-  // Encrypted bytes not sent yet, and how many of the caller's bytes they contain.
+  // Encrypted bytes that are not sent yet, and how many of the caller's bytes they contain.
   std::vector<char> out_ PS_GUARDED_BY(mu_);
   size_t sent_ PS_GUARDED_BY(mu_) = 0;
   size_t accepted_ PS_GUARDED_BY(mu_) = 0;

@@ -30,26 +30,27 @@ class Accounts {
 
   // Ranks of workers that left the job after their work was done.
   std::set<int> Left() const;
-  // The newest turn of each server rank (net/membership/words.h).
+  // Returns the newest turn of each server rank (net/membership/words.h).
   Turns NewestTurns() const;
-  // Whether the returned server is the current server of its rank.
+  // Returns whether the returned server is the current server of its rank.
   bool HasPlace(int server_rank) const;
-  // The newest epoch in any account. The dead scheduler may have announced a change to some nodes
-  // only, so the caller then announces a later epoch to all nodes.
+  // Returns the newest epoch in any account. The dead scheduler may have announced a change to some
+  // nodes only, so the caller then announces a later epoch to all nodes.
   int NewestEpoch() const;
   std::vector<ReplicaTable::Past> Replicas() const;
-  // Whether a returned worker belongs to the present workers of its replica, not to earlier ones.
+  // Returns whether a returned worker belongs to the present workers of its replica, not to earlier
+  // ones.
   bool IsOf(int rank, const ReplicaTable::Past& replica) const;
-  // Ids of nodes that belong to the job and have not yet returned to this scheduler.
+  // Returns the ids of nodes that belong to the job and have not yet returned to this scheduler.
   std::vector<int> Missing() const;
 
  private:
   int count() const { return size_.replicas > 1 ? size_.replicas : 1; }
   int Of(int rank) const { return rank / (size_.workers / count()); }
-  // The newest view in the accounts of nodes of this role; null if no account has a view.
+  // Returns the newest view in the accounts of nodes of this role; null if no account has a view.
   const ReplicaView* Newest(Node::Role role) const;
-  // Epoch in which the replica became ready, according to this worker's account: 0 if it was
-  // present from the beginning; -1 if this worker still waits for other workers of the replica.
+  // Returns the epoch in which the replica became ready, according to this worker's account. 0: it
+  // was present from the beginning. -1: this worker still waits for other workers of the replica.
   static int ReadyEpochOf(const Account& account, int replica);
 
   JobSize size_;

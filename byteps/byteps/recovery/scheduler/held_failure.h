@@ -12,7 +12,7 @@ namespace ps {
 
 class SchedulerMembership;
 
-// A worker's failure that is reported while links to other nodes are broken. Perhaps one of these
+// Failure of a worker that is reported while links to other nodes are broken. Perhaps one of these
 // nodes ended first, and the worker failed because of that. So the scheduler decides which node was
 // lost only when each of them is lost or connected again.
 //
@@ -26,10 +26,10 @@ class HeldFailure {
 
   // ----- called with ScheduledJob::mu held
 
-  // Whether the worker has reported its own failure.
+  // Returns whether the worker has reported its own failure.
   bool Includes(int worker) const;
-  // Text about the held failure, to append to the reason why node `lost` is gone; "" if no failure
-  // is held.
+  // Returns text about the held failure, to append to the reason why node `lost` is gone; "" if no
+  // failure is held.
   std::string Then(int lost) const;
   Clock::time_point due() const;
   void Clear();
@@ -51,7 +51,7 @@ class HeldFailure {
     Clock::time_point latest;
   };
 
-  // Nodes with broken links, except the nodes in `but`.
+  // Returns the nodes with broken links, except those in `but`.
   std::vector<int> BrokenLinks(const std::set<int>& but) const;
 
   SchedulerMembership* const scheduler_;

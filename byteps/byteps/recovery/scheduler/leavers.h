@@ -32,13 +32,14 @@ class Leavers {
 
   // Implements RosterPolicy::OnLeft.
   std::vector<Node> OnLeft(Member* worker);
-  // Whether every worker of the present replicas has left.
+  // Returns whether every worker of the present replicas has left.
   bool HaveAllLeft() const;
-  // Whether every worker of the present replicas has left, and all servers know that.
+  // Returns whether every worker of the present replicas has left, and all servers know it.
   bool IsOver() const;
   // Lets a worker go. Returns false if it did not linger.
   bool Release(Member* worker);
-  // Forgets which workers a lost server knew to have left: its successor does not know.
+  // Forgets which workers a lost server knew to have left, because its successor does not know
+  // them.
   void Forget(int server);
   void Clear();
 

@@ -9,7 +9,8 @@
 
 namespace ps {
 
-// Membership of replicas, kept by the scheduler, which alone removes and admits them.
+// Membership of replicas. The scheduler keeps it, and only the scheduler removes and admits
+// replicas.
 //
 //   present ── lost ──▶ leaving ── acknowledged ──▶ away
 //      ▲                   ▲                         │ its workers register
@@ -17,8 +18,8 @@ namespace ps {
 //   joining ◀── admitted ── waiting ◀── ready ── gathering
 //
 // Each announced change begins an epoch, which all servers acknowledge. A removed replica can come
-// back only after all servers have dropped its old workers. A replica is announced as present only
-// after all servers wait for its pushes.
+// back only when all servers have dropped its old workers. A replica is announced as present only
+// when all servers wait for its pushes.
 //
 // Not thread-safe.
 class ReplicaTable {
@@ -44,8 +45,8 @@ class ReplicaTable {
   // Workers per replica.
   int ranks() const { return workers_ / count(); }
   State state(int replica) const { return replicas_[replica].state; }
-  // Whether the replica's workers are registering or waiting. Such a replica takes part in no sum
-  // yet.
+  // Returns whether the replica's workers are registering or waiting. Such a replica takes part in
+  // no sum yet.
   bool IsComing(int replica) const;
 
   // Removes a replica.
@@ -54,14 +55,15 @@ class ReplicaTable {
   void Arrive(int replica, AwakeClock::time_point now);
   // Time at which a gathering replica began to gather.
   AwakeClock::time_point GathersSince(int replica) const { return replicas_[replica].since; }
-  // Records that a worker is ready. Returns true for the last one of a replica, which then waits.
+  // Records that a worker is ready. Returns true for the last worker of a replica, which then
+  // waits.
   bool Ready(int rank);
   // Admits a waiting replica. The caller has checked that all present workers are between two
   // steps. The replica joins when all servers know of it. Returns false if the replica does not
   // wait, or became ready in another epoch.
   bool Admit(int replica, int ready_epoch);
-  // Whether a node that knows all changes up to `epoch` knows when the replica of worker `rank`
-  // became ready. If not, the node's messages are about earlier workers of the replica.
+  // Returns whether a node that knows all changes up to `epoch` knows when the replica of worker
+  // `rank` became ready. If not, the node's messages are about earlier workers of the replica.
   bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
   // Forgets the acknowledgements of a server that was replaced.
   void Forget(int server) { acknowledged_.erase(server); }
@@ -69,7 +71,7 @@ class ReplicaTable {
   // servers. Returns the replicas that are present from now on.
   std::vector<int> Acknowledge(int server, int epoch, const std::vector<int>& servers);
 
-  // The view for servers, which includes joining replicas, or for workers.
+  // Returns the view for servers, which includes joining replicas, or the view for workers.
   ReplicaView View(bool to_servers) const;
 
  private:

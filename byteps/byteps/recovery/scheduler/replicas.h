@@ -31,7 +31,7 @@ class Replicas {
 
   // Returns the refusal for a worker that wants the rank of `member`.
   membership::Refusal WhyTaken(membership::Refusal refusal, const Member& member) const;
-  // Handles a worker that has got the rank of a removed worker.
+  // Handles a worker that has got the rank of a removed one.
   void OnArrival(const Member& worker);
   bool IsComing(int worker) const;
   // Records a removed worker, so that the next announcement tells the servers of it.
@@ -47,21 +47,21 @@ class Replicas {
   void OnNewcomer(const Node& worker);
   // Announces the initial replicas to the servers.
   void OnBegun();
-  // Announces the current state of the replicas to all nodes. `news`: a description of the change,
+  // Announces the current state of the replicas to all nodes. `news`: description of the change,
   // for their logs. Servers also learn which connections to close.
   void Tell(const std::string& news);
   // Handles a member's message about replicas.
   void OnWord(int sender, const membership::MemberWord& word);
-  // Removes replicas of which some workers have registered, and others have not registered in time.
+  // Removes replicas of which only some workers have registered in time.
   void CheckComing(Clock::time_point now);
 
  private:
   int ReplicaOf(int worker) const PS_REQUIRES(job_->mu);
-  // Whether any replica other than this one is present, or has done all its work.
+  // Returns whether another replica than this one is present, or has done all its work.
   bool OthersGoOn(int replica) const PS_REQUIRES(job_->mu);
-  // Whether this worker is in the job, and its replica takes part in sums.
+  // Returns whether this worker is in the job, and its replica takes part in sums.
   bool IsOfPresent(int rank) const PS_REQUIRES(job_->mu);
-  // Workers of a replica; empty if some have not registered yet.
+  // Returns the workers of a replica; none if some have not registered yet.
   std::vector<Node> CompleteReplica(int replica) const PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;

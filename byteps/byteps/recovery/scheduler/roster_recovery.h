@@ -16,7 +16,7 @@
 
 namespace ps {
 
-// Continues the job after nodes are lost, if the settings and the job's replicas allow that
+// Continues the job after nodes were lost, if the settings and the job's replicas allow that
 // (docs/design/losses.md).
 class RosterRecovery : public RosterPolicy {
  public:

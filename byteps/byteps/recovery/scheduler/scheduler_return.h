@@ -20,7 +20,7 @@ namespace ps {
 
 class SchedulerMembership;
 
-// Continues the job of a scheduler that died: gathers the nodes of the job, which return to this
+// Continues the job of a scheduler that died. It gathers the nodes of the job, which return to this
 // scheduler with their accounts (docs/design/losses.md).
 //
 // Thread-safe.
@@ -39,12 +39,13 @@ class SchedulerReturn {
 
   // ----- called with ScheduledJob::mu held
 
-  // Whether nodes are still returning.
+  // Returns whether nodes are still returning.
   bool gathers() const;
   // Keeps a node's message until all nodes have returned. Returns false if the message need not
   // wait.
   bool HoldsBack(const Message& msg);
-  // Forgets a returned node that is lost, and may return again. False if none return now.
+  // Forgets a returned node that was lost, and may return again. Returns false if no nodes return
+  // now.
   bool Forget(int node_id);
 
   // ----- called without a lock
@@ -60,14 +61,13 @@ class SchedulerReturn {
 
   Refusal WhyRefused(const Node& node, const membership::Claim& claim,
                      const membership::Account& account) const PS_REQUIRES(job_->mu);
-  // Removes and returns the nodes that have to give way to a returning node.
+  // Removes and returns the nodes that must give up their ids to a returning node.
   std::vector<Node> MakeRoom(const Node& node, const membership::Account& account)
       PS_REQUIRES(job_->mu);
   // Continues the job if all nodes have returned. If `late`, continues it without missing nodes.
   void GoOn(bool late);
-  // Returns the workers whose LEAVE message was held, if no other worker is still in the job. In
-  // that case the job is over, and the missing nodes may have ended for that reason. Otherwise
-  // returns no worker.
+  // Returns the workers whose LEAVE message was held, if no other worker is still in the job. The
+  // job is over then, and the missing nodes may have ended for that reason. Otherwise returns none.
   std::vector<Node> TakeLeavers(const std::vector<Message>& held, const std::vector<int>& missing)
       PS_REQUIRES(job_->mu);
   // Rebuilds the roster and the replicas from the accounts. Returns nodes that have returned but no

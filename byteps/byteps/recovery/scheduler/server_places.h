@@ -17,15 +17,16 @@ namespace ps {
 
 class SchedulerMembership;
 
-// The server ranks: a lost server leaves its rank vacant, and another server takes it while the job
-// goes on (docs/design/losses.md).
+// Server ranks. A lost server leaves its rank vacant, and another server takes the rank while the
+// job goes on (docs/design/losses.md).
 //
 // Thread-safe.
 class ServerPlaces {
  public:
   using Clock = ScheduledJob::Clock;
 
-  // `forget` is called with ScheduledJob::mu held when the server with a node id is lost.
+  // `forget`: called with ScheduledJob::mu held, with a node id, when the server of that id is
+  // lost.
   ServerPlaces(SchedulerMembership* scheduler, ScheduledJob* job, ReplicaTable* replicas,
                std::function<void(int)> forget)
       : scheduler_(scheduler), job_(job), replicas_(replicas), forget_(std::move(forget)) {}
@@ -34,16 +35,17 @@ class ServerPlaces {
 
   bool any_vacant() const;
   bool IsVacant(int node_id) const;
-  // Gives `server` the rank that has been vacant for longest, since the time limit of that rank
-  // ends first. Does nothing if no rank is vacant.
+  // Gives `server` the rank that has been vacant for longest, because that rank's time limit ends
+  // first. Does nothing if no rank is vacant.
   void Choose(Node* server) const;
   // Gives the rank of this node id to a server. Returns false if the rank was not vacant.
   bool Fill(int node_id);
-  // Time at which a server last got a vacant rank.
+  // Returns the time at which a server last got a vacant rank.
   Clock::time_point last_filled() const;
-  // Turns of all ranks (net/membership/words.h), without the losses that LostWords reports.
+  // Returns the turns of all ranks (net/membership/words.h), without the losses that LostWords
+  // reports.
   membership::Turns TurnsToTell() const;
-  // Messages about the vacant ranks.
+  // Returns messages about the vacant ranks.
   std::vector<membership::MemberWord> LostWords() const;
   // State of a rank whose server was lost at least once, with its present server.
   struct Word {
@@ -64,7 +66,7 @@ class ServerPlaces {
   void OnFilled(const Node& server);
   // Tells all nodes the state of all ranks again, because some nodes may have missed it.
   void TellAll();
-  // Returns why to stop waiting for servers to fill vacant ranks; "" to go on waiting.
+  // Returns the reason to stop waiting for servers that fill vacant ranks; "" to go on waiting.
   std::string ReasonToGiveUp(Clock::time_point now);
 
  private:
@@ -73,7 +75,7 @@ class ServerPlaces {
     std::string reason;  // reason why the server was lost
   };
 
-  // Nodes that get messages about the loss or replacement of this server.
+  // Returns the nodes that get messages about the loss or replacement of this server.
   std::vector<int> ToTellOf(int server) const PS_REQUIRES(job_->mu);
   void Emit(MembershipEvent::Kind kind, const Node& node, const std::string& reason);
 

@@ -35,19 +35,19 @@ class Trials {
 
   // ----- called without a lock
 
-  // Decides after a node has reported that its link with a server broke: one of the two is gone or
-  // unreachable. In a job without replicas, a server that a worker accuses is lost. Otherwise the
-  // server is lost if most replicas report a broken link with it, or if the scheduler does not hear
-  // from it in time. If the scheduler does hear from it, the accuser is lost. Returns false if no
-  // decision was made.
+  // Decides after a node has reported that its link with a server broke, which means that one of
+  // the two is gone or unreachable. In a job without replicas, a server that a worker accuses is
+  // lost. Otherwise the server is lost if most replicas report a broken link with it, or if the
+  // scheduler does not hear from it in time. If the scheduler does hear from it, the accuser is
+  // lost. Returns false if no decision was made.
   bool AccuseServer(int accuser, const Node& server, const std::string& reason);
-  // Decides after a server has reported that its link with a worker broke. The worker's
-  // replica is removed or, if the job cannot continue without it, the server is lost. Returns
-  // false if nothing was decided.
+  // Decides after a server has reported that its link with a worker broke. The worker's replica is
+  // removed. If the job cannot continue without the replica, the server is lost. Returns false if
+  // nothing was decided.
   bool AccuseWorker(int server, int worker, const std::string& reason);
   // Handles a message from an accused server. Returns false if the server is lost all the same.
   bool Acquit(int server);
-  // Declares those accused servers lost from which the scheduler has not heard in time.
+  // Declares accused servers lost if the scheduler has not heard from them in time.
   void Condemn(Clock::time_point now);
 
  private:
@@ -57,7 +57,8 @@ class Trials {
     Clock::time_point due;  // the server is lost if the scheduler has not heard from it by then
   };
 
-  // Whether most replicas, this worker's included, have recently lost their links with this server.
+  // Returns whether most replicas, including this worker's, have recently lost their links with
+  // this server.
   bool BreaksWithMost(int server, int worker) PS_REQUIRES(job_->mu);
 
   SchedulerMembership* const scheduler_;

@@ -15,8 +15,8 @@ namespace core {
 
 // Members whose replicas were removed (docs/design/replicas.md), in the rounds of one thread.
 //
-// Pushes that they made still count. Rounds wait neither for their further pushes nor for their
-// decision about a step: rounds close without them.
+// Pushes that these members have made still count. Rounds wait neither for their further pushes nor
+// for their decisions about a step: they close without them.
 class AbsentMembers {
  public:
   AbsentMembers(ServerContext* context, Rounds* rounds) : context_(context), rounds_(rounds) {}
@@ -28,12 +28,13 @@ class AbsentMembers {
   // Refuses a request of an absent worker. Returns false if the worker is present.
   bool Refuse(const Partition& partition, const Message& message) const;
   void OnBegin(const Partition& partition, Round* round) const;
-  // Make the round wait no longer for all absent members, or for the member of `rank`.
+  // ExcuseAll and Excuse make the round wait no longer for all absent members, or for the member of
+  // `rank`.
   void ExcuseAll(Partition* partition, Round* round) const;
   void Excuse(Partition* partition, Round* round, int rank) const;
-  // Closes a round that will get no more pushes. Values of absent members are missing in its sum.
+  // Closes a round that will get no more pushes. Its sum lacks the values of absent members.
   void CloseShort(Partition* partition, Round* round) const;
-  // Whether the round will get no more pushes.
+  // Returns whether the round will get no more pushes.
   static bool HasAll(const Round& round);
 
  private:

@@ -32,7 +32,7 @@ namespace core {
 //                                                         the answer to the last
 //     COPY (a round, a step, a load) ----->               later, before a member is answered
 //
-// An instance is a random number of a server's process. MEET has a u64, the sender's instance; two
+// An instance is a random number of a server's process. MEET has: a u64, the sender's instance; two
 // u64, the receiver's token and the instance to which it was given, if the sender is its backup;
 // and a u8 of flags. FETCHED and COPY have a CopyRecord. All but MEET are answered like requests of
 // workers.
@@ -52,8 +52,9 @@ class BackupUser {
   virtual void InThreadOf(uint64_t key, std::function<void()> task) = 0;
   // Called when the backup has applied request `number` about this key, or no longer has a copy.
   virtual void OnCopied(uint64_t key, uint64_t number) = 0;
-  // Called when records must go to a new backup, which has no state yet. `token`: its token; 0: no
-  // backup. Called with the link's lock held, so that calls are in order: must not call the link.
+  // Called when records must go to a new backup, which has no state yet. `token`: its token; 0:
+  // there is no backup. Called with the link's lock held, so that calls are in order. Must not call
+  // the link.
   virtual void OnBackup(uint64_t token) = 0;
   // Called when the predecessor's state has arrived, or will not arrive.
   virtual void OnFetched() = 0;
@@ -62,42 +63,43 @@ class BackupUser {
 // Thread-safe.
 class BackupLink {
  public:
-  // `user` and `channel` outlive this.
+  // `user` and `channel` outlive this object.
   BackupLink(bool is_on, int num_servers, size_t num_threads, Channel* channel, BackupUser* user);
 
-  // Whether servers hold copies of each other's state.
+  // Returns whether servers hold copies of each other's state.
   bool is_on() const { return is_on_; }
   int num_servers() const { return num_servers_; }
   // Starts the link when this server has joined.
   void Start();
-  // Handle the loss or the replacement of another server.
+  // OnServerLost and OnServerReplaced handle the loss or the replacement of another server.
   void OnServerLost(int rank);
   void OnServerReplaced(int rank);
   // Handles a message from another server.
   void OnMessage(Message* message);
-  // Whether a message with this head may have values.
+  // Returns whether a message with this head may have values.
   bool Expects(const MessageHead& head) const;
 
   // ----- work as the primary
 
-  // Makes this server fetch no state: a member was told that its own state is loaded.
+  // Makes this server fetch no state, because a member was told that its own state is loaded.
   void HasState() { has_state_ = true; }
   // Sends a record to the backup. Returns the number of the request.
   uint64_t Tell(uint64_t key, const CopyRecord& record, SharedBytes values);
   // Records that a thread has sent all its state with this token.
   void OnToldAll(uint64_t token);
-  // Whether the backup has the whole state.
+  // Returns whether the backup has the whole state.
   bool IsCopied();
-  // Whether a predecessor's state may still arrive.
+  // Returns whether a predecessor's state may still arrive.
   bool Fetches() const { return is_on_ && awaits_; }
-  // Reason why the predecessor's state will not arrive, or "".
+  // Returns the reason why the predecessor's state will not arrive, or "".
   std::string fetch_error();
   // Return the copies of the predecessor's state, and their token.
   Copies* fetched() { return &fetched_; }
   uint64_t fetched_token();
 
  private:
-  // Ranks of this server's backup, and of the server whose backup this server is.
+  // backup() and primary() return the ranks of this server's backup, and of the server whose backup
+  // this server is.
   int backup() const { return (channel_->rank() + 1) % num_servers_; }
   int primary() const { return (channel_->rank() + num_servers_ - 1) % num_servers_; }
 
@@ -145,7 +147,8 @@ class BackupLink {
   uint64_t last_token_ PS_GUARDED_BY(mu_) = 0;
   uint64_t instance_with_token_ PS_GUARDED_BY(mu_) = 0;
   bool is_whole_ PS_GUARDED_BY(mu_) = true;
-  // A record could not be applied: the copy is incomplete until the primary sends everything again.
+  // Whether a record could not be applied, so that the copy is incomplete until the primary sends
+  // everything again.
   bool lacks_record_ PS_GUARDED_BY(mu_) = false;
   struct Sending {
     Message request;  // the FETCH request

@@ -1,4 +1,4 @@
-// Sums that members may still be missing, if workers keep sums until all members have them
+// Sums that members may still lack, if workers keep sums until all members have them
 // (BYTEPS_REPLACE_SERVERS_S).
 #ifndef BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_
 #define BYTEPS_RECOVERY_SERVER_CONFIRMATIONS_H_
@@ -14,9 +14,9 @@
 namespace byteps {
 namespace core {
 
-// Every answered sum gets a serial number. The number is open as long as its round waits for a
-// member, or a worker has not confirmed the answer. All members have the sums below the first open
-// number, of whatever tensor.
+// Every answered sum gets a serial number. The number is open as long as the sum's round waits for
+// a member, or a worker has not confirmed the answer. All members have the sums below the first
+// open number, of whatever tensor.
 //
 // Thread-safe.
 class Confirmations {
@@ -50,7 +50,7 @@ class Confirmations {
 
   // Begins a serial, for a new sum.
   Hold Begin();
-  // Records that the sum is the answer to this request, which the worker has to confirm.
+  // Records that the sum is the answer to this request. The worker has to confirm it.
   void Answered(int rank, uint64_t request, uint64_t serial);
   // Records that a worker has the answers to all its requests before this one.
   void Confirm(int rank, uint64_t before);

@@ -39,8 +39,9 @@ class CopiedRounds {
 
   bool is_on() const { return backup_ != nullptr; }
 
-  // Hold a round until the backup has the gradients, a step until the backup has the decision, or a
-  // load until the backup has the loaded state. Return false if there is no need to wait.
+  // These functions hold a round until the backup has the gradients, a step until the backup has
+  // the decision, or a load until the backup has the loaded state. They return false if there is no
+  // need to wait.
   bool HoldsRound(Partition* partition, Round* round);
   bool HoldsStep(Partition* partition, const Message& message, const std::string& step,
                  int64_t received);
@@ -48,13 +49,13 @@ class CopiedRounds {
   void OnOver(Partition* partition, Round* round);
   void OnFreed(Partition* partition);
 
-  // Starts copying to a backup that has nothing yet, with this token; 0: there is none.
+  // Starts copying to a backup that has nothing yet. `token`: its token; 0: there is no backup.
   void SetBackup(uint64_t token);
   // Handles the backup's acknowledgement of request `number`.
   void OnCopied(Partition* partition, uint64_t number);
   // Takes over a partition that was given state, possibly the state of a lost server.
   void Adopt(Partition* partition);
-  // Sends the backup the next state that it is missing. If it has all states, tells it so.
+  // Sends the backup the next state that it lacks. If it has all states, tells it so.
   void CopyNext();
 
  private:
@@ -64,13 +65,14 @@ class CopiedRounds {
   void TellAll(Partition* partition, Copying&& what);
   void TellFreed(const Partition& partition);
   static LastRound LastOf(Partition* partition);
-  // Returns the last update of a partition, whose outcome the backup may not know; null: none.
+  // Returns the last update of a partition whose outcome the backup may not know; null if there is
+  // none.
   static RoundUpdate* LastUpdate(Partition* partition);
-  // Ends the hold of a partition, and does the work that waited. The partition may be held again
-  // afterwards.
+  // Ends the hold of a partition, and does the work that has waited. The partition may then be held
+  // again.
   void GoOn(Partition* partition);
   void GoOn(Partition* partition, const Copying& what);
-  // Fails the round or request that waited, after an error.
+  // Fails the round or request that has waited, after an error.
   void Fail(Partition* partition, const Copying& what, const std::string& reason);
   // Handles a tensor that was freed while the partition was held.
   void FreeLater(Partition* partition, const Copying& what);

@@ -19,7 +19,7 @@
 namespace byteps {
 namespace core {
 
-// The last complete round of a partition, with the outcome of its update.
+// Last complete round of a partition, with the outcome of its update.
 struct UpdatedRound {
   uint32_t number = 0;
   std::unique_ptr<RoundUpdate> update;
@@ -30,7 +30,7 @@ struct UpdatedRound {
 // Copies of another server's optimizer state, and of its last rounds.
 //
 // A copy repeats the arithmetic of its original: the backup gets the summed gradients and the step,
-// and makes the step as well. So the copy has the same bits, at the cost of sending the gradients.
+// and makes the step, too. So the copy has the same bits, at the cost of sending the gradients.
 //
 // StateCopy is the copy of one partition.
 struct StateCopy {
@@ -48,7 +48,7 @@ struct LastRound {
   std::vector<bool> excused;
 };
 
-// Makes the record, and its values, that copy a whole partition to a backup.
+// Makes the record that copies a whole partition to a backup, and the record's values.
 CopyRecord RecordOfAll(const Declaration& declaration, const PartitionState& state,
                        const LastRound& last, SharedBytes* values);
 
@@ -57,8 +57,8 @@ class Copies {
  public:
   // Number that grows with each Clear.
   uint64_t resets();
-  // Applies a record to the copy of this key. Returns an error or "". Does nothing if Clear was
-  // called after `resets` was read. Throws OutOfMemory.
+  // Applies a record to the copy of this key. Returns an error or "". If Clear was called since
+  // `resets` was read, does nothing. Throws OutOfMemory.
   std::string Apply(uint64_t key, const CopyRecord& record, SharedBytes values, uint64_t resets);
   std::vector<uint64_t> Keys();
   // RecordOf throws std::runtime_error if there is no copy of the key.
@@ -73,7 +73,7 @@ class Copies {
   std::string Settle(StateCopy* copy, const CopyRecord& record);
   std::string Add(StateCopy* copy, const CopyRecord& record, SharedBytes values);
   std::shared_ptr<StateCopy> Find(uint64_t key);
-  // The copy for a kState record, made if there is none.
+  // Returns the copy for a kState record. Makes it if there is none.
   std::shared_ptr<StateCopy> FindOrMake(uint64_t key, const CopyRecord& record, uint64_t resets,
                                         std::string* error);
 

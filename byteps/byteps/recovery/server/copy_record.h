@@ -9,7 +9,7 @@
 namespace byteps {
 namespace core {
 
-// A record about one partition, from a server to its backup (docs/design/losses.md).
+// Record about one partition, from a server to its backup (docs/design/losses.md).
 //
 // A record is the body of a COPY or FETCHED message, whose values are the state's or the round's.
 struct CopyRecord {
@@ -24,7 +24,7 @@ struct CopyRecord {
 
   uint64_t token = 0;  // token that the backup gave to the sender
   What what = kStep;
-  // Packed UpdateStep of round `round`, which the server made or skipped (UpdateStep::skip). "" if
+  // Packed UpdateStep that the server made or skipped (UpdateStep::skip) in round `round`. "" if
   // the backup already knows the outcome.
   std::string settled;
   uint32_t round = 0;

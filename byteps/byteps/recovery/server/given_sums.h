@@ -16,21 +16,22 @@ namespace core {
 
 // Sums that members keep, and sums of a lost server that members give to this one.
 //
-// For each round a member that has the sum gives it to this server; other members push. So if a
-// present member has the sum of a round, the round cannot end by pushes alone.
+// A member that has the sum of a round gives it to this server, and other members push. So if a
+// present member has the sum, the round cannot end by pushes alone.
 class GivenSums {
  public:
   GivenSums(ServerContext* context, Rounds* rounds, Confirmations* confirmations,
             const AbsentMembers* absent)
       : context_(context), rounds_(rounds), confirmations_(confirmations), absent_(absent) {}
 
-  // Takes a round's sum from a member, or the notice that the member had only a part of it. Returns
-  // the round after a notice, if the round is open: the caller checks whether it must end.
-  // Otherwise returns null.
+  // Takes a round's sum from a member, or the notice that the member had only a part of it. After a
+  // notice, returns the round if it is open; the caller then checks whether it must end. Otherwise
+  // returns null.
   Round* Take(Partition* partition, Message* message);
-  // Confirms to the member that this server has its sum. Only then the member pushes later rounds.
+  // Confirms to the member that this server has its sum. Only then does the member push later
+  // rounds.
   void Acknowledge(Partition* partition, const Message& message);
-  // Adds to the answer for callers that keep the round's sum.
+  // Adds notes to the answer, for callers that keep the round's sum.
   void Describe(Round* round, AnswerNotes* notes);
 
  private:

@@ -23,31 +23,32 @@ namespace core {
 // Afterwards the grace period, or the time limit of a sum, begins anew.
 //
 // Late replicas are accused if enough other replicas have pushed. In a group of more than two
-// replicas that happens kOthersFirst later.
+// replicas, this happens kOthersFirst later.
 class LateReplicas {
  public:
   LateReplicas(ServerContext* context, Rounds* rounds, const Vacancies* vacancies)
       : context_(context), rounds_(rounds), vacancies_(vacancies) {}
 
-  // OnPush: the worker of `rank` has pushed a round. OnLost: its replica was removed.
+  // OnPush: the worker of `rank` has pushed a round. OnLost: the replica of that worker was
+  // removed.
   void OnPush(Partition* partition, int rank);
   void OnLost(Partition* partition, int rank);
   // Allows accused replicas to be accused again.
   void Forget() { accused_.clear(); }
-  // Call after a push: if there is a quorum, the grace period of the late replicas starts.
+  // Starts the grace period of the late replicas if there is a quorum. Call after a push.
   void BeginGrace(Partition* partition, Round* round);
-  // Whether late replicas may be waiting for a lost server. If so, the round is checked again
-  // later.
+  // Returns whether late replicas may be waiting for a lost server. If so, the round is checked
+  // again later.
   bool AreExcused(Partition* partition, Round* round, Round::Clock::time_point as_of);
   // Decides about a round at its deadline. Returns false if it fails.
   bool WaitOn(Partition* partition, Round* round, Round::Clock::time_point as_of);
 
  private:
-  // Replicas of which all members have pushed, and replicas of which some have not.
+  // Replicas of which all members have pushed, and replicas of which some members have not.
   struct Standing {
     std::set<uint32_t> pushed, late;
     size_t replicas = 0;  // replicas of the group, excused ones included
-    bool anew = false;    // a late replica has not pushed any round of this partition
+    bool anew = false;    // whether a late replica has not pushed any round of this partition
   };
   Standing StandingOf(const Partition& partition, const Round& round) const;
   // Asks the scheduler to remove the replicas that have not pushed.

@@ -18,9 +18,9 @@
 namespace byteps {
 namespace core {
 
-// A recovery's notes on a round.
+// Notes of a recovery on a round.
 struct RoundNotes : LossNotes {
-  // Members that will not push this round, since their replicas were removed; by index. Empty if
+  // Members that will not push this round, because their replicas were removed; by index. Empty if
   // all members will push.
   std::vector<bool> excused;
   // Whether a lost server had completed this round, and this server, its successor, got the round's
@@ -29,8 +29,8 @@ struct RoundNotes : LossNotes {
   // Number of members to which the lost server sent only a part of this round's sum, as they had
   // asked. They have ended the round, but cannot give the whole sum to this server.
   size_t parts_had = 0;
-  // Used if members keep sums: the hold on this round's serial; and a round number: every member
-  // that has pushed this round has ended all rounds before `ended`.
+  // Used if members keep sums. `receipt`: hold on this round's serial. `ended`: a round; every
+  // member that has pushed this round has ended all rounds before that one.
   Confirmations::Hold receipt;
   uint32_t ended = UINT32_MAX;
   // Stage of the wait for late members (LateReplicas).
@@ -48,19 +48,19 @@ struct Copying {
   int64_t received = 0;  // time at which the request arrived
 };
 
-// A recovery's notes on a partition.
+// Notes of a recovery on a partition.
 struct PartitionNotes : LossNotes {
   // Members that have pushed a round since their replica joined; by index. Empty if none has.
   std::vector<bool> came;
   // Set if a backup copies the state. `copying`: work that waits for the backup's acknowledgement.
-  // `token`: token under which the backup has the state. The last complete round is kept, after
+  // `token`: token under which the backup has the state. The last complete round stays here when
   // this server has dropped it from the partition's rounds.
   std::optional<Copying> copying;
   uint64_t token = 0;
   std::optional<UpdatedRound> ended;
   // Owns the declaration of a state that was a copy.
   std::shared_ptr<const Declaration> restored_declaration;
-  bool has_state = false;  // the partition is in CopiedRounds::states_
+  bool has_state = false;  // whether the partition is in CopiedRounds::states_
 };
 
 inline RoundNotes* NotesOf(Round* round) {

@@ -19,22 +19,23 @@ namespace core {
 
 // Continues rounds of a lost server on its successor.
 //
-// The successor gets finished sums in two ways: from members (GivenSums), or as a copy of the
-// resulting state from a backup (CopiedRounds). It treats both alike. A member that pushes a round
-// with such a sum lacks the answer, and gets it. A member that has the answer pushes the next
-// round, which is summed as usual. Earlier rounds are over.
+// The successor gets finished sums in two ways: from members (GivenSums), or as a backup's copy of
+// the resulting state (CopiedRounds). It treats both alike. A member that pushes a round with such
+// a sum lacks the answer, and gets it. A member that has the answer pushes the next round, which is
+// summed as usual. Earlier rounds are over.
 class ResumedRounds {
  public:
   ResumedRounds(ServerContext* context, Rounds* rounds, const AbsentMembers* absent)
       : context_(context), rounds_(rounds), absent_(absent) {}
 
-  // Skips this tensor's rounds before `first_round`: all members have ended these rounds.
+  // Skips this tensor's rounds before `first_round`, because all members have ended them.
   void GoOnFrom(const DeclaredTensor* tensor, uint32_t first_round);
-  // Answers a push to a round that the lost server has summed. Returns false if the round has none.
+  // Answers a push to a round that the lost server has summed. Returns false if the round has no
+  // such sum.
   bool Answers(Partition* partition, const Message& push, int64_t received);
 
-  // Marks a round as one whose sum the lost server has made. Every member has pushed the round,
-  // except the members in `lacks`.
+  // Marks a round whose sum the lost server has made. Every member except those in `lacks` has
+  // pushed the round.
   static void Resume(Round* round, size_t members, std::vector<bool> lacks);
   // Creates the last complete round in a partition without rounds.
   static void Restore(Partition* partition, UpdatedRound last);

@@ -58,7 +58,7 @@ class RoundRecovery : public RoundLossPolicy {
   void EndWithoutAbsent(Partition* partition);
 
  private:
-  // When all expected pushes have come, ends the round if possible.
+  // Ends the round if possible. Call when all expected pushes have come.
   void EndIfAll(Partition* partition, Round* round);
 
   Confirmations* const confirmations_;

@@ -24,7 +24,7 @@ namespace core {
 // workers ask for that (docs/design/losses.md).
 class ServerRecovery : public ServerLossPolicy, private BackupUser {
  public:
-  // `channel` is the server's.
+  // `channel`: channel of the server.
   ServerRecovery(const Config& config, Channel* channel);
 
   std::unique_ptr<RoundLossPolicy> MakeOfRounds(ServerContext* context, Rounds* rounds,
@@ -46,7 +46,8 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
  private:
   // Handles the confirmation of received answers by a worker that has nothing to push.
   void OnConfirm(const Message& message);
-  // Handles the report of a worker of a lost server: the rounds with which it continues.
+  // Handles the report of a worker to the successor of a lost server: the rounds with which the
+  // worker continues.
   void OnResume(const Message& message);
   void Resume(const Message& message);
   // Returns why this successor cannot continue with an updated tensor, or "".
@@ -63,8 +64,8 @@ class ServerRecovery : public ServerLossPolicy, private BackupUser {
   BackupLink backup_;
   std::vector<RoundRecovery*> rounds_;  // by thread; never changes
   ps::Mutex mu_;
-  // Ranks of workers that have resumed on this successor, or need not. is_successor_: whether this
-  // server replaces a lost server.
+  // Ranks of workers that have resumed on this successor, or need not. `is_successor_`: whether
+  // this server replaces a lost server.
   std::set<int> settled_ PS_GUARDED_BY(mu_);
   bool is_successor_ PS_GUARDED_BY(mu_) = false;
   std::set<int> absent_ PS_GUARDED_BY(mu_);

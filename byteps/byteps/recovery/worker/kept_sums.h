@@ -16,14 +16,14 @@
 namespace byteps {
 namespace core {
 
-// The sum of a partition, as this worker received it.
+// Sum of a partition, as this worker has received it.
 struct KeptSum {
   TensorPtr tensor;
   uint64_t index = 0;
   uint32_t round = 0;
   uint64_t serial = 0;  // the sum's serial at its server; 0: the sum has none
   SharedBytes values;   // empty if this worker wanted only a part of the sum
-  std::string lacks;    // PackMembers of members missing in it
+  std::string lacks;    // PackMembers of the members that the sum lacks
 };
 
 // Thread-safe.
@@ -32,9 +32,9 @@ class KeptSums {
   explicit KeptSums(int num_servers) : servers_(num_servers) {}
 
   void Keep(int server, KeptSum sum);
-  // Drops the sums of this partition's rounds before `before`, which all members have ended.
+  // Drops the sums of this partition's rounds before `before`, because all members have ended them.
   void Drop(int server, const Tensor& tensor, uint64_t index, uint32_t before);
-  // Drops the sums of this server with lower serials, which all members have.
+  // Drops the sums of this server with lower serials, because all members have them.
   void DropBefore(int server, uint64_t serial);
   // Sets the serial under which a successor has this sum; 0: no member needs the sum.
   void SetSerial(int server, uint64_t partition, uint32_t round, uint64_t serial);
@@ -42,7 +42,7 @@ class KeptSums {
   void ForgetSerials(int server);
   // Drops the sums of a tensor that every member has released.
   void DropAll(int server, const Tensor& tensor);
-  // The sums of a server's partitions, older rounds of a partition first.
+  // Returns the sums of a server's partitions. Of one partition, older rounds come first.
   std::vector<KeptSum> Of(int server);
   bool Has(int server);
   uint64_t bytes();
@@ -55,7 +55,7 @@ class KeptSums {
   };
   using Sums = std::map<Key, KeptSum>;
 
-  // Removes a sum, and returns the next.
+  // Removes a sum, and returns the next one.
   Sums::iterator Take(Server* server, Sums::iterator it, std::vector<KeptSum>* gone)
       PS_REQUIRES(mu_);
 

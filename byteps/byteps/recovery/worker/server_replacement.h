@@ -18,7 +18,8 @@
 namespace byteps {
 namespace core {
 
-// Makes a ServerReplacement with BYTEPS_REPLACE_SERVERS_S, otherwise the policy that ends the job.
+// Makes a ServerReplacement if BYTEPS_REPLACE_SERVERS_S is set, otherwise the policy that ends the
+// job.
 std::unique_ptr<LossPolicy> MakeLossPolicy(const Config& config, int num_servers);
 
 // Continues the job with the successor of a lost server (docs/design/losses.md):
@@ -28,7 +29,7 @@ std::unique_ptr<LossPolicy> MakeLossPolicy(const Config& config, int num_servers
 //             continues; gives it the kept sums; then repeats the unanswered pushes
 class ServerReplacement : public LossPolicy {
  public:
-  // `has_backups`: another server has a copy of each server's optimizer state.
+  // `has_backups`: whether another server has a copy of each server's optimizer state.
   ServerReplacement(bool has_backups, int num_servers);
 
   bool keeps_sums() const override { return true; }
@@ -45,11 +46,11 @@ class ServerReplacement : public LossPolicy {
   uint64_t kept_bytes() override { return kept_.bytes(); }
 
  private:
-  // State of a server rank. All messages that bring a successor up to date carry its turn, a number
-  // of the successor. So answers of a successor that was lost in the meantime are dropped.
+  // State of a server rank. All messages that bring a successor up to date carry its turn, which is
+  // a number of the successor. So answers of a successor that was lost meanwhile are dropped.
   struct Place {
-    bool is_vacant = false;     // the server is lost and not replaced: send nothing
-    uint64_t turn = 0;          // 0: no successor is being brought up to date
+    bool is_vacant = false;  // whether the server is lost and not replaced, so that nothing is sent
+    uint64_t turn = 0;       // turn of a successor that is brought up to date; 0: there is none
     uint64_t came_in_turn = 0;  // turn of the present server; 0: the first
     std::deque<KeptSum> to_give;
     size_t given_in_flight = 0;
@@ -61,7 +62,7 @@ class ServerReplacement : public LossPolicy {
   // Tells a successor the rounds with which this worker continues.
   void SendResume(int server, uint64_t turn);
   void OnResumed(const Message& answer);
-  // Sends a successor more kept sums, as many as may be in flight. After the last sum, calls GoOn.
+  // Sends a successor more kept sums, as many as may be in flight. After the last one, calls GoOn.
   void GiveNext(int server, uint64_t turn);
   void Give(int server, uint64_t turn, const KeptSum& sum);
   void OnGiven(const Message& answer);
@@ -70,9 +71,9 @@ class ServerReplacement : public LossPolicy {
   void PushAgain(Request request);
 
   const bool has_backups_;
-  // Held for reading from before a request is recorded until it is sent, and while an answer is
-  // taken and its sum kept. So the holder of the write lock sees each partition either as a request
-  // or as a kept sum, never as both.
+  // Held for reading from the time before a request is recorded until it is sent, and while an
+  // answer is taken and its sum kept. So a holder of the write lock sees each partition either as a
+  // request or as a kept sum, never as both.
   ps::SharedMutex mu_;
   std::vector<Place> places_ PS_GUARDED_BY(mu_);  // by server
   uint64_t last_turn_ PS_GUARDED_BY(mu_) = 0;

@@ -13,13 +13,13 @@ namespace byteps {
 namespace core {
 
 // Parameters of a partition on its server, in fp32, and their moments. If gradients come in blocks,
-// workers receive differences, and the state also has the parameters as workers have them.
+// workers receive differences. Then the state also has the parameters as workers have them.
 
 // Used by one engine thread only. Functions that may fail return the error, or "".
 class PartitionState {
  public:
-  // Makes the state of partition `index` of a tensor. The declaration has a rule, and outlives
-  // this. Allocates nothing before the first Load.
+  // Makes the state of partition `index` of a tensor. The declaration has a rule, and outlives this
+  // object. Allocates nothing before the first Load.
   PartitionState(const Declaration* declaration, uint64_t index);
 
   // Number of values in each slot.
@@ -27,22 +27,23 @@ class PartitionState {
   // Number of bytes that Update, Preview and Stay write to `answer`.
   size_t answer_bytes() const { return answer_bytes_; }
   bool is_loaded() const { return state_ != nullptr; }
-  // Error for requests that need loaded state, or "".
+  // Returns the error for requests that need loaded state, or "".
   std::string NotLoaded() const;
-  // Whether moments may differ from 0, because a step was made, or because moments were loaded.
+  // Returns whether moments may differ from 0, because a step was made, or because moments were
+  // loaded.
   bool has_moments() const { return has_momentum_; }
 
   // Loads a slot. `values` has size() fp32 values. Slot 0 holds the parameters and must be loaded
-  // first: this sets the moments to 0, and the workers' parameters to the same values, rounded. The
-  // rule's slots follow, and then a slot for the workers' parameters. The first call may throw
-  // OutOfMemory.
+  // first. Loading it sets the moments to 0, and the workers' parameters to the same values,
+  // rounded. The rule's slots follow, and then a slot for the workers' parameters. The first call
+  // may throw OutOfMemory.
   std::string Load(uint32_t slot, const char* values);
   // Copies a range of a slot, which has size() * 4 bytes.
   std::string Read(uint32_t slot, size_t offset, size_t bytes, char* values) const;
 
   // Makes a step. `gradients` are in the tensor's type, or in fp32 if they came in blocks, and are
-  // overwritten. Writes the updated parameters or, for blocks, the differences to `answer`, which
-  // may be the memory of `gradients` if there are no blocks.
+  // overwritten. Writes the updated parameters to `answer`, or differences if gradients come in
+  // blocks. Without blocks, `answer` may be the memory of `gradients`.
   std::string Update(const UpdateStep& step, char* gradients, char* answer);
   // Writes to `answer` the bits that Update would write, but leaves the state unchanged.
   std::string Preview(const UpdateStep& step, const char* gradients, char* answer) const;
@@ -64,15 +65,15 @@ class PartitionState {
   char* Held(size_t value) const { return held_.get() + value * SizeOf(rule_.held); }
   void LoadHeld(const char* values);
   void ReadHeld(size_t offset, size_t bytes, char* values) const;
-  // For each run of equal group between the elements `begin` and `end`, calls `adamw` or `sgd`,
-  // depending on the rule. The arguments of a call are the run, its length, and the coefficients of
-  // its group in this step.
+  // Calls `adamw` or `sgd`, depending on the rule, for each run of one group between the elements
+  // `begin` and `end`. The arguments of a call are the run, its length, and the coefficients of its
+  // group in this step.
   template <typename OfAdamW, typename OfSgd>
   void ForEachRun(const UpdateStep& step, size_t begin, size_t end, OfAdamW adamw, OfSgd sgd) const;
-  // Updates the elements from `begin` to `end`. `gradients` begins with the gradient of the first
-  // one. Overwrites the gradients with the parameters.
+  // Updates the elements from `begin` to `end`. `gradients` begins with the gradient of element
+  // `begin`. Overwrites the gradients with the parameters.
   void UpdateSome(const UpdateStep& step, size_t begin, size_t end, char* gradients);
-  // Computes the same parameters without changes to the state. Writes them to `parameters`, which
+  // Computes the same parameters without changing the state. Writes them to `parameters`, which
   // must not overlap other arguments.
   void PreviewSome(const UpdateStep& step, size_t begin, size_t end, const char* gradients,
                    char* parameters) const;

@@ -23,7 +23,7 @@ class StateMemory {
   uint64_t promised() const { return promised_; }
 
  private:
-  // Bytes that a tensor takes here, `copies` included.
+  // Returns the bytes that a tensor takes here, including `copies`.
   uint64_t BytesOf(const Declaration& declaration, int rank, bool copies) const;
 
   const bool is_set_;     // whether BYTEPS_SERVER_STATE_BYTES is set

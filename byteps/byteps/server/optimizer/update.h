@@ -1,9 +1,9 @@
 // Updates of parameters: AdamW, and SGD with momentum, over fp32 state.
 //
 // The arithmetic is that of torch.optim (AdamW and SGD, foreach=False, fp32 on a CPU with AVX2),
-// operation by operation, and fused where torch fuses. So the bits are the same on every CPU.
+// operation by operation, and fused where torch fuses. So every CPU computes the same bits.
 // Coefficients are computed in fp64 and rounded to fp32 once, as in torch. Gradients of bf16 or
-// fp16 are read as fp32; parameters are sent back rounded to nearest even.
+// fp16 are read as fp32. Parameters are sent back rounded to nearest even.
 #ifndef BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
 #define BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
 
@@ -23,7 +23,7 @@ struct AdamWStep {
   double beta2 = 0;
   double eps = 0;
   uint64_t number = 1;   // step number from 1, for the bias correction
-  float grad_scale = 1;  // factor of gradients
+  float grad_scale = 1;  // factor for the gradients
 };
 
 // Numbers of an SGD step.
@@ -33,7 +33,8 @@ struct SgdStep {
   double momentum = 0;
   double dampening = 0;
   bool nesterov = false;
-  bool first = false;  // first step: the momentum becomes the gradient itself, as in torch
+  // Whether this is the first step: the momentum then becomes the gradient itself, as in torch.
+  bool first = false;
   float grad_scale = 1;
 };
 
@@ -51,15 +52,16 @@ void PreviewAdamW(DType t, const AdamWStep& step, const void* gradients, void* p
 void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* parameters,
                 const float* master, const float* momentum, size_t n);
 
-// values[i] = master[i], rounded to type t.
+// Computes values[i] = master[i], rounded to type t.
 void RoundParameters(DType t, void* values, const float* master, size_t n);
-// wide[i] = values[i], of type t.
+// Computes wide[i] = values[i], of type t.
 void WidenParameters(DType t, const void* values, float* wide, size_t n);
 
-// Sum of the squares of n values of type t, in fp64. The order of additions depends only on n.
+// Returns the sum of the squares of n values of type t, in fp64. The order of additions depends
+// only on n.
 double SumOfSquares(DType t, const void* values, size_t n);
 
-// Number of zeros (0 or -0) among n values of type t.
+// Returns the number of zeros (0 or -0) among n values of type t.
 uint64_t CountZeros(DType t, const void* values, size_t n);
 
 }  // namespace core

@@ -1,4 +1,4 @@
-// Fixtures to test membership without a network: links that record what is sent to them, and a
+// Fixtures that test membership without a network: links that record what is sent to them, and a
 // scheduler whose nodes are played by the test.
 #ifndef BYTEPS_TESTS_NET_MEMBERSHIP_MEMBERSHIP_TEST_H_
 #define BYTEPS_TESTS_NET_MEMBERSHIP_MEMBERSHIP_TEST_H_
@@ -139,7 +139,7 @@ class RecordedLinks : public MembershipLinks {
     return generation_;
   }
 
-  // Called without a lock, before Connect is recorded and after Send is.
+  // Called without a lock, before Connect is recorded, and after Send is.
   std::function<void(const Node&)> on_connect;
   std::function<void(const Message&)> on_send;
 

@@ -1,4 +1,4 @@
-// Shared by tests of a server: recorded answers, and an optimizer job.
+// Code that tests of a server share: recorded answers, and an optimizer job.
 #ifndef BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 #define BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 
@@ -26,7 +26,7 @@
 namespace byteps {
 namespace core {
 
-// Answers by request number; tests number requests uniquely.
+// Answers by request number. Tests number requests uniquely.
 class Answers : public ServerChannel {
  public:
   static constexpr auto kPatience = std::chrono::seconds(120);
@@ -36,7 +36,7 @@ class Answers : public ServerChannel {
     std::string body;
     std::vector<float> values;
 
-    // Reads the sums from the body, which may continue with the missing members.
+    // Reads the sums at the beginning of the body. The list of missing members may follow them.
     GradientSums sums() const {
       GradientSums found;
       EXPECT_GE(body.size(), sizeof(found));
@@ -86,7 +86,7 @@ inline std::string Bytes(uint32_t value) { return std::string(reinterpret_cast<c
 
 inline std::string Packed(Verdict verdict) { return std::string(1, static_cast<char>(verdict)); }
 
-// A server with one tensor, in one partition, which two or three workers update by AdamW.
+// Server with one tensor, in one partition, which two or three workers update by AdamW.
 class Job {
  public:
   explicit Job(uint32_t workers = 2, const std::string& state_bytes = "0")
@@ -173,7 +173,7 @@ class Job {
     return first;
   }
 
-  // Parameters and moments, as rank 0 reads them.
+  // Returns the parameters and moments, as rank 0 reads them.
   Values State(uint32_t round, Verdict verdict = Verdict::kNone) {
     Values all;
     for (uint32_t slot = 0; slot < 3; ++slot) {
@@ -236,7 +236,8 @@ class Job {
   uint64_t number_ = 0;
 };
 
-// The state after the same steps, each made at once with its factor; 0: skipped.
+// Returns the state after the same steps, each made at once with its factor; 0: the step is
+// skipped.
 inline Values MadeAtOnce(const std::vector<double>& scales, uint32_t workers) {
   Job job(workers);
   EXPECT_EQ(job.Declare(), "");
@@ -257,7 +258,7 @@ inline bool Holds(const Values& state, const Values& parameters) {
   return std::equal(parameters.begin(), parameters.end(), state.begin());
 }
 
-// Number of zeros in the sum of a round's pushes.
+// Returns the number of zeros in the sum of a round's pushes.
 inline double ZerosOf(uint32_t round, uint32_t workers) {
   double zeros = 0;
   for (size_t i = 0; i < kElements; ++i) {

@@ -1,4 +1,4 @@
-// Both ends of a link in one process, over any transport, and a network between them that can
+// Both ends of a link in one process, over any transport, with a network between them that can
 // break.
 #ifndef BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
 #define BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
@@ -19,7 +19,7 @@
 
 namespace contract {
 
-// The end that connects, like a worker, or the end that listens, like a server.
+// End that connects, like a worker, or end that listens, like a server.
 enum Side { kConnects = 0, kListens = 1 };
 
 // Record of what one end has received.
@@ -41,7 +41,7 @@ class Seen {
     ps::MutexLock lock(&mu_);
     return state_.texts.size();
   }
-  // Blocks the delivering thread while the process plays a stopped one.
+  // Blocks the delivering thread while this process plays a stopped one.
   void Came(std::string text) {
     while (stopped_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ps::MutexLock lock(&mu_);

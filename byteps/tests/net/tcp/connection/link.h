@@ -39,9 +39,10 @@ class Relay {
 
   // Opens a port that leads to `port` of this host. Returns the route's number.
   int AddRoute(int port) { return AddRoute(port, 1, 0); }
-  // Opens it at 127.0.0.`host`, like another NIC, with the port `own` of another route; 0: any.
+  // Opens the port at 127.0.0.`host`, like another NIC, with the port `own` of another route; 0:
+  // any port.
   int AddRoute(int port, int host, int own);
-  // Resets the route's connections and refuses new ones, or accepts them again.
+  // Resets the route's connections and refuses new ones. If not `down`, accepts them again.
   void SetDown(int route, bool down);
   // Returns the route's port.
   int PortOf(int route);
@@ -117,12 +118,12 @@ struct Hub {
 // Owner of one end of a connection. It records all events of that end.
 class End : public ps::tcp::ConnectionOwner {
  public:
-  // `seen` records everything and must outlive it; null: a recorder of its own.
+  // `seen` records everything, and must outlive this end. Null: this end has a recorder of its own.
   explicit End(const Hub* hub, contract::Seen* seen = nullptr)
       : hub_(hub), seen_(seen == nullptr ? &own_ : seen) {}
 
   std::vector<std::string> texts();
-  // Returns why it has closed; "" while open.
+  // Returns why the connection has closed; "" while it is open.
   std::string ending();
   int times_resumed();
   size_t sent_again();
