@@ -225,8 +225,8 @@ def test_without_the_check_both_backends_sum_it(run_job: RunJob, dataset: Datase
 def test_with_the_optimizer_on_the_servers_the_step_is_skipped(
     run_job: RunJob, dataset: Dataset
 ) -> None:
-    """All ranks skip the poisoned step. Training goes on, and ranks agree bit for bit. The steps
-    before and after are clipped: servers speculate in those, but not in the last step."""
+    """All ranks skip the poisoned step. Training goes on, and ranks agree bit for bit. Servers step
+    speculatively in the steps before and after it, which are clipped, but not in the last step."""
     arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
     arguments += ["--use-dpu-reduce", "--dpu-optimizer", "--overlap-grad-reduce"]
     job = run_job("train_poisoned", 2, arguments=arguments)

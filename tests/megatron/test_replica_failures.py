@@ -131,8 +131,8 @@ def test_a_replica_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str
 
 
 class DieInAStep:
-    """Kills a replica that has computed a step and pushed a part of its gradients. The kill waits
-    for the minimum time of the replica's pass."""
+    """Kills the replica `who` in the middle of a step, when it has pushed a part of its gradients:
+    `wait_s` seconds, the least time of its passes, after the end of its step number `after`."""
 
     def __init__(self, after: int, wait_s: float, who: int = 1) -> None:
         self.after, self.wait_s, self.who = after, wait_s, who

@@ -281,8 +281,8 @@ def pause(process: Process, seconds: float) -> None:
 
 @pytest.mark.thorough
 def test_a_scheduler_is_patient_after_its_own_pause(make_cluster: Make) -> None:
-    """The scheduler is stopped for longer than it waits for other nodes, which wait even longer.
-    The job goes on."""
+    """The job goes on after a pause of the scheduler that is longer than the scheduler's own time
+    limit, but shorter than the limit of the other nodes."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "10"})
     cluster.start_scheduler()
     cluster.set_env({"BYTEPS_PEER_TIMEOUT_S": "60"})

@@ -34,7 +34,7 @@ def test_exported_files(patched: Project) -> None:
     }
     assert exported["series"] == b"0001-queue-spell-seven.patch\n0002-queue-spell-nine.patch\n"
     text = exported["0002-queue-spell-nine.patch"].decode()
-    # The commit's author is Tester.
+    # Tester is the commit's author, but the exported patch names the project.
     author = "Megatron-BytePS <patches@megatron-byteps.invalid>"
     assert text.startswith(f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: {author}\nDate: ")
     assert "\nSubject: [PATCH] queue: spell nine\n\nBecause.\n---\n" in text

@@ -476,7 +476,7 @@ def _of_servers(addresses: Sequence[str], *, hosts: int, local: int = 0, each: i
         # Servers on both workers' hosts, and two on a machine of their own.
         (["10.0.0.8", "10.0.0.9", "10.0.0.1", "10.0.0.1"], 1, 1, 2),
         (["10.0.0.8", "10.0.0.9"], 1, 0, 1),
-        # Addresses without information: different numbers, inside a host, unknown.
+        # These addresses do not tell: uneven numbers of servers, loopback addresses, unknown ones.
         (["10.0.0.1", "10.0.0.1", "10.0.0.2"], 0, 3, 1),
         (["127.0.0.1", "127.0.0.1"], 0, 2, 1),
         (["", ""], 0, 2, 1),

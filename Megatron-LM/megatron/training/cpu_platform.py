@@ -127,7 +127,7 @@ def start(args: Namespace) -> None:
             shown = getattr(value, "name", value)
             raise ValueError(
                 f"{default.flag} {shown} needs a GPU, and training runs on the CPU "
-                f"({VARIABLE}=1): leave it out"
+                f"({VARIABLE}=1): leave out {default.flag}"
             )
     if not is_active():
         install()

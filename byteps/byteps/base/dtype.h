@@ -82,7 +82,7 @@ inline size_t ValuesOf(DType t) { return IsBlock(t) ? kBlockValues : 1; }
 // Returns the number of values in `bytes` bytes.
 inline uint64_t ValuesIn(DType t, uint64_t bytes) { return bytes / SizeOf(t) * ValuesOf(t); }
 
-// Returns whether workers can hold parameters of this type that servers update.
+// Returns whether servers can update parameters that workers hold in this type.
 inline bool IsHeld(DType t) { return t == DType::kFloat32 || IsHalf(t); }
 
 // Returns whether servers can update parameters from gradients of this type.

@@ -27,8 +27,8 @@ class Puller {
   // `context` outlives this.
   explicit Puller(EngineContext* context);
 
-  // PlaceFor and OnMessage implement those of ChannelUser, for all answers except those to
-  // declarations.
+  // Called by the channel for each answer of a server, except answers to declarations: PlaceFor
+  // returns where to receive its values, and OnAnswer takes it when it has arrived.
   char* PlaceFor(const MessageHead& head, size_t bytes);
   void OnAnswer(Message* message);
 

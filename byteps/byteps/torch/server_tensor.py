@@ -274,7 +274,8 @@ class GradientCheck:
         )
 
     def _sums_of_bits(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the bits of each parameter's gradient."""
+        """Return a checksum of each parameter's gradient: the sum of its elements, read as integers
+        of the same size."""
         bits = gradients.view(_INTEGERS[gradients.element_size()])
         return torch.stack(
             [bits[placed.begin : placed.end].sum(dtype=torch.int64) for placed in self._places]

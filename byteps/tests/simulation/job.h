@@ -168,8 +168,8 @@ class Job {
              int generation);
   bool IsGone(int place) const;
   void RunNode(ps::Node::Role role, int number);
-  // Returns why the job failed, or "". `again`: set to whether the node joined the job before it
-  // failed or ended.
+  // Returns why the job failed, or "". Sets `again` to true if the node can serve another job: it
+  // has joined one, and nothing has told it to stop.
   std::string ServeOnce(const NodeSettings& settings, bool* again);
   void RunWorker(int number, int rank, int workers, int generation);
   uint64_t WantedSums() const;

@@ -211,7 +211,8 @@ class Generation:
             write_metrics_list(folder, self._metrics_port, self._servers.metrics(), places)
 
     def _replaced(self, who: str) -> bool:
-        """Return whether a server that has ended was replaced, so that the generation goes on."""
+        """Replace the server `who`, which has ended, if that is possible. Return whether it was
+        replaced; the generation then goes on."""
         if self._ends or not self._servers.replace(who):
             return False
         self._list_metrics()

@@ -146,7 +146,7 @@ def servers() -> int:
 
 
 def spread(job: Job) -> None:
-    """Sums that are dealt out load all servers equally, for any number of sums and servers."""
+    """The round robin gives all servers the same load, for any number of sums and servers."""
     bps.init()
     with job.check("number of servers"):
         assert servers() == job.args["servers"]

@@ -261,8 +261,8 @@ def _embedded() -> None:
             if rank == 0:
                 raise
             # torchrun ends all ranks once one has ended. Rank 0 has started the nodes, and has a
-            # more precise error than this rank. So this rank waits until rank 0, and then torchrun,
-            # ends it.
+            # more precise error than this rank. So this rank waits: rank 0 fails first, and then
+            # torchrun ends this rank.
             traceback.print_exc()
             time.sleep(60)
             raise

@@ -58,7 +58,8 @@ class RosterPolicy {
   virtual bool IsOver();
   // Called when the job is over or has failed. The roster then forgets its nodes.
   virtual void Clear() {}
-  // Returns the replicas in the job. The view is empty if only this job trains its model.
+  // Returns the jobs (replicas) that train this model together. The view is empty if one job trains
+  // it alone.
   virtual ReplicaView Replicas();
   // Returns the time at which to call OnDue; time_point::max() if nothing is due at any time.
   virtual Clock::time_point NextDue();

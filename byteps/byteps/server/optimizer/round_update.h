@@ -37,9 +37,10 @@ class RoundUpdate {
   std::string CompleteCopy(SharedBytes* sum);
   // GradientSums for the members, set by Complete; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }
-  // Returns the parameters that the speculative step would make, after a PUSH_TRY. Their memory is
-  // freed when they are sent, unless this object was restored from a copy.
+  // After a PUSH_TRY, returns the parameters that the speculative step would make.
   const SharedBytes& parameters() const { return parameters_; }
+  // Frees these parameters once they are sent. An object that was restored from another server's
+  // copy keeps them.
   void ForgetParameters() {
     if (!restored_) parameters_ = SharedBytes();
   }

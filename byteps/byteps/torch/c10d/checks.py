@@ -38,7 +38,7 @@ class Checks:
         return torch._C._distributed_c10d._ProcessGroupWrapper(native, self._helper)
 
     def check(self, tensor: torch.Tensor, opts: Any) -> None:
-        """Compare an all-reduce that goes through the servers.
+        """Check that all members start the same all-reduce, before it goes through the servers.
 
         Raises:
             RuntimeError: members start different collectives, or some start none in time; torch's

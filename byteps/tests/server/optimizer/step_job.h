@@ -1,4 +1,4 @@
-// Code that tests of a server share: recorded answers, and an optimizer job.
+// Helpers of the server's tests: recorded answers, and a job with an optimizer.
 #ifndef BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 #define BYTEPS_TESTS_SERVER_OPTIMIZER_STEP_JOB_H_
 

@@ -174,8 +174,8 @@ def _check_optimizer(source: object) -> None:
     loads = getattr(source, "load", None) and not getattr(source, "no_load_optim", None)
     if form != "torch_dist" and (saves or loads):
         raise ValueError(
-            f"--dpu-optimizer does not work with --ckpt-format={form}: it saves and loads "
-            "torch_dist. Use that, or --no-save-optim and --no-load-optim."
+            f"--dpu-optimizer does not work with --ckpt-format={form}: the servers' state is saved "
+            "and loaded as torch_dist. Use that, or --no-save-optim and --no-load-optim."
         )
     wire = getattr(source, "dpu_reduce_wire_dtype", None)
     if wire == "bf16" and getattr(source, "bf16", True) is False:

@@ -311,9 +311,10 @@ def take_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
         theirs = saved.get(kind, [])
         if len(theirs) != len(own):
             raise ValueError(
-                f"--use-checkpoint-opt_param-scheduler: the checkpoint has {len(theirs)} parameter "
-                f"groups of the kind {dict(zip(keys, kind, strict=True))}, and this job has "
-                f"{len(own)}: give it the rates as arguments"
+                "--use-checkpoint-opt_param-scheduler cannot take the learning rates from the "
+                f"checkpoint, which has {len(theirs)} parameter groups of the kind "
+                f"{dict(zip(keys, kind, strict=True))}. This job has {len(own)}. Leave out the "
+                "flag, and give the rates as arguments of this job"
             )
         for group, saved_group in zip(own, theirs, strict=True):
             group.update({key: saved_group[key] for key in _RATES if key in saved_group})

@@ -78,10 +78,10 @@ def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
 
 
 class ServerOptimizer(MegatronOptimizer):
-    """Pushes gradients to the servers, which update, and pulls the parameters.
+    """Pushes gradients to the servers, which update the parameters, and pulls the new parameters.
 
-    ``step`` and ``load_state_dict`` are collective over all ranks of the job. The optimizer has
-    dense and expert parameters: each bucket uses its own data-parallel group.
+    ``step`` and ``load_state_dict`` are collective over all ranks of the job. One optimizer has
+    both dense and expert parameters. Their buckets use different data-parallel groups.
     """
 
     def __init__(
