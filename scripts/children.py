@@ -54,6 +54,11 @@ def captured(
     )
 
 
+def python_of_ranks() -> str:
+    """Return the Python of ranks: as for torchrun, ``PYTHON_EXEC`` or this one."""
+    return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
 def server_executable() -> str:
     """Return the path of byteps-server: next to this Python, or on PATH. Raises
     FileNotFoundError."""

@@ -1,4 +1,5 @@
-"""Common parts of all tests: a folder per run, logs of failed tests, and a rule for skips.
+"""Common parts of all tests: a folder per run, logs of failed tests, a python that has imported
+torch, and a rule for skips.
 
 A test may skip only through `@pytest.mark.requires("gpu", ...)`. Under CI every other skip, and a
 module that skips itself, fails the session, so that no test suite is skipped silently.
@@ -13,11 +14,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+if TYPE_CHECKING:  # the tests of this file run a copy of it alone
+    from tests.multiproc.cluster import Nursery
 
 TAIL_LINES = 100
 _LATE_S = 120.0
@@ -106,6 +111,37 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """The nursery of the session, so that torch is imported only once."""
+    from tests.multiproc.cluster import Nursery
+
+    made = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> str:
+    """A python that need not import torch (warm_python.py). It ends with the nursery."""
+    from tests import warm_python as warm
+    from tests.multiproc.cluster import START_S, wait_for_file
+
+    folder = tmp_path_factory.mktemp("warm")
+    path, address = warm.install(folder)
+    server = nursery.start(
+        "warm python", "warm:serve_address", os.environ, folder, {"address": address}
+    )
+    wait_for_file(folder / "mark.listens.0", START_S, [server])
+    return str(path)
+
+
+@pytest.fixture
+def warm_ranks(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks the ranks that the test's programs start."""
+    monkeypatch.setenv("PYTHON_EXEC", warm_python)
 
 
 @pytest.hookimpl(wrapper=True)

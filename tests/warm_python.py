@@ -2,9 +2,11 @@
 
 That import is most of the CPU time of a small job. `install` writes an executable that torchrun
 starts in place of Python if ``PYTHON_EXEC`` names it. It hands its words, variables, folder, input
-and output to `serve`, which forks a process that runs them. It passes signals on, and ends as that
-process ends. If it is killed, that process is killed. The forked process keeps the variables of its
-parent in /proc, and its modules are loaded, so tests of either need a real Python.
+and output to `serve`, which forks a process that runs them in the same namespaces. It passes
+signals on, and ends as that process ends. If it is killed, that process is killed. That process has
+it as ``sys.executable``, so Pythons that the process starts are forked, too. The forked process
+keeps the variables of its parent in /proc, and its modules are loaded, so tests of either need a
+real Python.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -26,14 +29,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from scripts.children import end_with_parent
+from scripts.children import end_with_parent, server_executable
 
 _CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
 
 peer = socket.socket(socket.AF_UNIX)
 peer.connect({address!r})
-words = {{"words": sys.argv[1:], "env": dict(os.environ), "folder": os.getcwd()}}
+words = {{"words": sys.argv, "env": dict(os.environ), "folder": os.getcwd()}}
 socket.send_fds(peer, [b"."], [0, 1, 2])
 answers = peer.makefile("rw")
 answers.write(json.dumps(words) + "\\n")
@@ -60,12 +63,13 @@ os._exit(status)
 
 
 def install(folder: Path) -> tuple[Path, str]:
-    """Write the executable into an existing folder.
+    """Write the executable into an existing folder, next to which programs find byteps-server.
 
     Returns:
         Its path, and the address for `serve`.
     """
-    address = f"\0warm-python-{os.getpid()}-{folder}"[:100]
+    address = str(folder / "socket")  # an abstract one would be this network namespace's alone
+    (folder / "byteps-server").symlink_to(server_executable())
     path = folder / "python"
     path.write_text(_CLIENT.format(python=sys.executable, address=address))
     path.chmod(0o755)
@@ -120,6 +124,7 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     if os.getppid() != parent:  # It ended before the call.
         os._exit(1)
     os.setsid()
+    _enter_namespaces(peer)
     _, descriptors, _, _ = socket.recv_fds(peer, 1, 3)
     with peer, peer.makefile("rw") as answers:
         request = json.loads(answers.readline())
@@ -131,6 +136,7 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["folder"])
+    sys.executable, *words = request["words"]
     sys.path[:0] = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr] # a real file
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -139,7 +145,7 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     try:
         # torch calls it at the end of its import, which it must not be part of.
         importlib.import_module("byteps.c10d_plugin").autoload()
-        _run(request["words"])
+        _run(words)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
@@ -156,6 +162,19 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status & 0xFF)
+
+
+def _enter_namespaces(peer: socket.socket) -> None:
+    """Enter the namespaces of an emulated host, if the executable runs on one."""
+    asked = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    client, _, _ = struct.unpack("3i", asked)
+    kinds = {"net": os.CLONE_NEWNET, "uts": os.CLONE_NEWUTS, "mnt": os.CLONE_NEWNS}
+    for name, kind in kinds.items():
+        theirs = f"/proc/{client}/ns/{name}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{name}"):
+            namespace = os.open(theirs, os.O_RDONLY)
+            os.setns(namespace, kind)
+            os.close(namespace)
 
 
 def _run(words: list[str]) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -232,7 +231,7 @@ def start_workers(
     environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for rank, host in enumerate(placement.workers):
         variables = rank_variables(rank, placement)
-        command = [sys.executable, "-m", program, str(spec_file), str(result)]
+        command = [children.python_of_ranks(), "-m", program, str(spec_file), str(result)]
         processes.start(f"worker-{rank}", command, host, {**environment, **variables})
 
 

@@ -55,7 +55,7 @@ from bench.kit.record import metadata
 from bench.replicas import run as plain
 from scripts import prepare_data
 from scripts import train as train_script
-from scripts.children import Spawned, end_all, free_ports, last_lines
+from scripts.children import Spawned, end_all, free_ports, last_lines, python_of_ranks
 from scripts.progress import aligned
 from scripts.trainkit.job import ENTRY, Record, read_record
 
@@ -251,7 +251,8 @@ class Job:
                 # their ranks.
                 "BYTEPS_START_TIMEOUT_S": "600",
             }
-            command = [sys.executable, *entry, *self.arguments, "--record-steps", str(record_file)]
+            command = [python_of_ranks(), *entry, *self.arguments]
+            command += ["--record-steps", str(record_file)]
             title = f"replica-{replica}-life-{number}-rank-{rank}"
             environment = {**self.environment, **variables}
             ranks.append(Spawned(title, command, environment, self.folder))

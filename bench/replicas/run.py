@@ -48,7 +48,7 @@ from bench.kit.processes import LaunchError, Placement, Processes, plain_environ
 from bench.kit.record import metadata, parse_rate
 from scripts import children, prepare_data
 from scripts import train as train_script
-from scripts.children import free_ports
+from scripts.children import free_ports, python_of_ranks
 from scripts.progress import aligned
 from scripts.trainkit.job import ENTRY, Record, read_record
 from tests.netkit.switch import DEVICE, Rule, Switch
@@ -361,7 +361,7 @@ def train(options: argparse.Namespace, prefix: Path, setting: Setting | None, se
                 variables["BYTEPS_REPLICA"] = f"{world}/{count}"
             if rank == 0:
                 records.append(Path(folder) / f"steps-{world}.jsonl")
-            command = [sys.executable, *entry, *arguments]
+            command = [python_of_ranks(), *entry, *arguments]
             command += ["--record-steps", str(records[-1]), *arguments_of_world(world)]
             processes.start(f"rank-{number}", command, host, {**environment, **variables})
         processes.wait_all(options.timeout)

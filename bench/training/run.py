@@ -45,7 +45,7 @@ from bench.kit.processes import (
 from bench.kit.record import header, metadata, parse_hosts, ticks
 from scripts import prepare_data
 from scripts import train as train_script
-from scripts.children import count_gpus, free_ports, some_gpus
+from scripts.children import count_gpus, free_ports, python_of_ranks, some_gpus
 from scripts.progress import Progress, aligned
 from scripts.trainkit.job import ENTRY, Record, read_record
 
@@ -241,7 +241,7 @@ def train(
         }
         before = ticks()
         for rank, host in enumerate(placement.workers):
-            command = [sys.executable, str(what.tree / ENTRY), *arguments]
+            command = [python_of_ranks(), str(what.tree / ENTRY), *arguments]
             variables = rank_variables(rank, placement)
             if plan.device == "cuda":
                 variables["CUDA_VISIBLE_DEVICES"] = gpus_of(rank, plan.topology.ranks_per_host)

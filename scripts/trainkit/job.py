@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.children import Spawned, end_all, last_lines
+from scripts.children import Spawned, end_all, last_lines, python_of_ranks
 from scripts.progress import aligned
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class Job:
 
     @contextmanager
     def _torchrun(self, record_file: Path) -> Iterator[Spawned]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [python_of_ranks(), "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(self.workers)]
         command += ["--redirects", "3", "--log-dir", str(self.folder / "workers")]
         command += [str(self.tree / ENTRY), *self.arguments, "--record-steps", str(record_file)]

@@ -60,6 +60,7 @@ def lines_of(output: str, backend: str) -> list[list[str]]:
 
 
 @pytest.mark.requires("root")
+@pytest.mark.usefixtures("warm_ranks")
 def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
     status, output = run_tool(
         run_dir,

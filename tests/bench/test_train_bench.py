@@ -9,6 +9,7 @@ import pytest
 
 from bench.training import run as train_bench
 from bench.training.run import Trained
+from tests.megatron.conftest import fork_server, tree, warm_python  # noqa: F401 (fixtures)
 
 SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
 
@@ -52,6 +53,7 @@ def words(folder: Path) -> list[str]:
     return [*usual, "--steps", "4", "--warmup", "1", "--launches", "1"]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.thorough)])
 def test_a_short_training(
     run_dir: Path,

@@ -17,10 +17,6 @@ import pytest
 from scripts.children import captured
 from tests.images.containers import needs
 from tests.multiproc.cluster import Cluster, Nursery, Spawned
-from tests.multiproc.conftest import nursery
-
-__all__ = ["nursery"]
-
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "build" / "byteps"

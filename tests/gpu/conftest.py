@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.multiproc.conftest import make_cluster, nursery
+from tests.multiproc.conftest import make_cluster
 
-__all__ = ["make_cluster", "nursery"]
+__all__ = ["make_cluster"]

@@ -12,9 +12,6 @@ import pytest
 
 from tests.images import containers
 from tests.images.containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, run
-from tests.multiproc.conftest import nursery
-
-__all__ = ["nursery"]
 
 SUITE = "trixie"
 """Debian release of workers; its Python is 3.13."""

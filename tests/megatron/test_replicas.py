@@ -47,8 +47,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_data.prepare([], tmp_path_factory.mktemp("text"), 200_000).prefix
+
+
+@pytest.fixture
+def prefix(text: Path, warm_ranks: None) -> Path:
+    """The text for a training whose ranks are forked."""
+    return text
 
 
 def options_of(*words: str, megatron: tuple[str, ...] = ()) -> Namespace:

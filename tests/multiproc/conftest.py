@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,28 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm_python as warm
-from tests.multiproc.cluster import START_S, Cluster, Nursery, wait_for_file
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """The nursery of the session, so that torch is imported only once."""
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> str:
-    """A python that need not import torch (warm_python.py). It ends with the nursery."""
-    folder = tmp_path_factory.mktemp("warm")
-    path, address = warm.install(folder)
-    server = nursery.start(
-        "warm python", "warm:serve_address", os.environ, folder, {"address": address}
-    )
-    wait_for_file(folder / "mark.listens.0", START_S, [server])
-    return str(path)
+from tests.multiproc.cluster import Cluster, Nursery
 
 
 @contextmanager

@@ -4,7 +4,6 @@ default."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.multiproc.cluster import (
     processes_with,
     wait_all,
 )
-from tests.multiproc.conftest import nursery  # noqa: F401 (a fixture)
 from tests.netkit.test_names import remove_ipv4
 
 pytestmark = pytest.mark.requires("root")
@@ -40,7 +38,7 @@ MARK = "OWN_HOSTS_TEST_MARK"
         pytest.param(("fd00::1", "fd00::2"), id="ipv6", marks=pytest.mark.thorough),
     ],
 )
-def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
+def test_uneven_hosts(run_dir: Path, warm_python: str, addresses: tuple[str, ...]) -> None:
     """The job of the README, with different numbers of ranks per host, and with other host
     names."""
     topology = Topology(
@@ -68,7 +66,7 @@ def test_uneven_hosts(run_dir: Path, addresses: tuple[str, ...]) -> None:
             }
             del env["BYTEPS_SECRET"]
             torchrun = [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+                *(warm_python, "-m", "torch.distributed.run", "--nnodes", "2"),
                 *("--node-rank", str(index), "--nproc-per-node", str(RANKS[index])),
                 *("--master-addr", master, "--master-port", "29500"),
                 *(str(HERE / "programs/keep.py"), "embedded", "once"),
@@ -170,7 +168,7 @@ def host_words(launcher: Launcher, index: int, address: str) -> list[str]:
         for row in LAUNCHERS
     ],
 )
-def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> None:  # noqa: F811
+def test_every_launcher(run_dir: Path, nursery: Nursery, launcher: Launcher) -> None:
     """Two hosts without a default route, under every launcher: a restart begins with new
     servers."""
     lives = 1 if launcher.victim is None else 2

@@ -86,12 +86,12 @@ def _try(run_dir: Path, *arguments: str, command: Sequence[str]) -> list[tuple[i
 
 
 @pytest.mark.slow
-def test_plain_script(run_dir: Path) -> None:
+def test_plain_script(run_dir: Path, warm_python: str) -> None:
     """A plain script needs no change, and both hosts print the same."""
     script = run_dir / "train.py"
     script.write_text(DDP)
     answers = _try(
-        run_dir, "--steps", "3", "--skip", "2", command=[sys.executable, str(script), "1000"]
+        run_dir, "--steps", "3", "--skip", "2", command=[warm_python, str(script), "1000"]
     )
     for status, text in answers:
         assert status == 0, text
