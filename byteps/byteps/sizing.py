@@ -18,6 +18,7 @@ from byteps import cost_model
 from byteps.forecast import (
     DDP,
     FEW_BITS,
+    FSDP2,
     MEGATRON,
     WIRE_BYTES,
     Forecast,
@@ -29,6 +30,7 @@ from byteps.forecast import (
     Training,
     answer,
     break_even,
+    change_text,
     forecast,
     limit_text,
     needs_of,
@@ -36,9 +38,9 @@ from byteps.forecast import (
 from byteps.forecast.machines import CORES_PER_GPU, MEMORY_RATE, TRANSPORTS, cores_text
 from byteps.forecast.needs import GIB
 from byteps.forecast.rows import ENOUGH
-from byteps.forecast.training import USE, WIRE
+from byteps.forecast.training import HALF, INSTANCES, OPTIMIZER, SHARDED, USE, WIRE, wire_of
 
-PROGRAMS = {"megatron": MEGATRON, "ddp": DDP}
+PROGRAMS = {"megatron": MEGATRON, "ddp": DDP, "fsdp": FSDP2}
 OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 LEAST_PARAMETERS = 1e6
 """Least number of parameters. A smaller number probably lacks an M or B."""
@@ -81,8 +83,8 @@ def training_of(
 ) -> Training:
     """Return the training of a model with bf16 (or fp16) parameters and only data parallelism.
 
-    Programs other than Megatron all-reduce gradients. Wherever they keep the optimizer's state, the
-    network carries as many bytes as with a replicated optimizer.
+    DDP all-reduces gradients. Wherever it keeps the optimizer's state, the network carries as many
+    bytes as with a replicated optimizer. FSDP2 shards over all ranks.
 
     Raises:
         ValueError: the number of parameters is too small or too large.
@@ -98,7 +100,7 @@ def training_of(
         gradient_bytes=WIRE_BYTES[gradients],
         accepts=accepts,
         bf16=gradients != "fp16",
-        sharded=optimizer != "replicated" and program is MEGATRON,
+        sharded=bool(program.gathers) or (optimizer != "replicated" and program is MEGATRON),
         can_shard=program is MEGATRON,
         instances=hosts if optimizer == "host" and program is MEGATRON else 1,
         updated=optimizer == "servers",
@@ -128,11 +130,20 @@ def advised(sizes: Sequence[Choice]) -> Choice:
     return next(choice for choice in sizes if choice.forecast.best.seconds <= best * ENOUGH)
 
 
+def assumed(training: Training) -> str:
+    """Return Megatron's arguments of the job that the calculator assumes."""
+    has = ["--bf16" if training.bf16 else "--fp16"]
+    has += [HALF] if training.bf16 and training.gradient_bytes == 2 else []
+    has += [SHARDED] if training.sharded else []
+    has += [f"{INSTANCES} {training.instances}"] if training.instances > 1 else []
+    return " ".join([*has, *([USE, OPTIMIZER] if training.updated else [])])
+
+
 HEAD = (
-    "   spare  servers on  servers                     ms per         Gbit/s  cores of a   "
-    "cores of   GiB of a    GiB of",
-    "machines        each  on a host  values optimizer    step   gain per NIC     machine   "
-    "  a host    machine    a host  loss over bf16's",
+    "         spare  servers on  servers                     ms per         Gbit/s  cores of a   "
+    "cores of   GiB of a    GiB of\n"
+    "line  machines        each  on a host  values optimizer{per:>8}   gain per NIC     machine   "
+    "  a host    machine    a host  loss over bf16's"
 )
 
 
@@ -151,7 +162,8 @@ def render(sizes: Sequence[Choice], parameters: float) -> str:
     ]
     if chosen.forecast.training.crossing:
         lines += [
-            f"Plain {name} at its best: {1000 * plain.seconds:,.1f} ms per step"
+            f"Plain {name} at its best: {1000 * plain.seconds:,.1f} ms per "
+            f"{chosen.forecast.training.program.unit}"
             + (f", with {' '.join(chosen.forecast.typed(plain.flags))}" if plain.flags else ""),
             *(
                 f"For comparison, FP8 over NCCL, which {name} has not: {1000 * row.seconds:,.1f} "
@@ -160,15 +172,10 @@ def render(sizes: Sequence[Choice], parameters: float) -> str:
                 if row.compared
             ),
         ]
-        rows = []
-        for choice in sizes:
-            for row in choice.forecast.by_servers():
-                if row.gain < LEAST_SHOWN:
-                    continue
-                mark = f"  {row.loss}" if row.loss else ""
-                mark += "  <- advised" if choice is chosen and row == choice.forecast.best else ""
-                rows.append(_line(choice, row) + mark)
-        lines += ["", *HEAD, *rows] if rows else []
+        if chosen.forecast.training.program is MEGATRON:
+            job = assumed(sizes[0].forecast.training)
+            lines.insert(1, f"Assumed (--optimizer, --gradients): {job}")
+        lines += _table(sizes, chosen)
     notes = (break_even(chosen.forecast), limit_text(chosen.forecast, machines))
     lines += ["", *filter(None, notes), f"Answer: {answer(chosen.forecast)}"]
     if chosen.spare and not sizes[0].spare:
@@ -180,6 +187,25 @@ def render(sizes: Sequence[Choice], parameters: float) -> str:
     return "\n".join(lines)
 
 
+def _table(sizes: Sequence[Choice], chosen: Choice) -> list[str]:
+    """Return a line for each number of spare machines and type, and below what each one needs."""
+    rows, numbers_of = list[str](), dict[str, list[str]]()
+    for choice in sizes:
+        for row in choice.forecast.with_preset():
+            if row.gain < LEAST_SHOWN:
+                continue
+            mark = f"  {row.loss}" if row.loss else ""
+            mark += "  <- advised" if choice is chosen and row == choice.forecast.best else ""
+            rows.append(f"{len(rows) + 1:4d}{_line(choice, row)}{mark}")
+            change = change_text(choice.forecast, row) or "change nothing"
+            numbers_of.setdefault(change, []).append(str(len(rows)))
+    if not rows:
+        return []
+    per = chosen.forecast.training.program.unit.rpartition("-")[2]
+    needs = [f"  {', '.join(numbers)}: {change}" for change, numbers in numbers_of.items()]
+    return ["", HEAD.format(per=per), *rows, "", "What each line needs:", *needs]
+
+
 def _line(choice: Choice, row: Row) -> str:
     needs, servers = choice.needs(row), choice.forecast.network.servers
     training = choice.forecast.training
@@ -187,8 +213,8 @@ def _line(choice: Choice, row: Row) -> str:
     values = values if training.bf16 or row.wire else "fp16"
     each = str(servers.per_machine) if servers.extra else "-"
     return (
-        f"{servers.extra:8d}  {each:>10}  {servers.local:9d}  {values:6} "
-        f"{'servers' if row.updated else 'ranks':9}{1000 * row.seconds:8,.1f}  {row.gain:5.2f} "
+        f"{servers.extra:10d}  {each:>10}  {servers.local:9d}  {values:6} "
+        f"{row.optimizer:9}{1000 * row.seconds:8,.1f}  {row.gain:5.2f} "
         f"{needs.nic_gbps:7.1f}  {needs.server_cores or '-':>10}  {needs.worker_cores:9d}  "
         f"{needs.server_bytes / GIB:9.1f}  {needs.worker_bytes / GIB:8.1f}"
     )
@@ -201,10 +227,12 @@ def _deployment(chosen: Choice, row: Row) -> list[str]:
     nodes = f"--nnodes {machines.hosts} --nproc-per-node {machines.gpus}"
     if not servers.extra:
         lines = ["On each host:", f"  {program.line(f'torchrun {nodes}', words)}"]
-        wire = next((flag for flag in row.flags if flag.startswith(WIRE)), None)
-        if program is MEGATRON and wire is not None:
-            other = DDP.line(f"torchrun {nodes}", DDP.typed((USE, wire), on_hosts=True))
-            lines += ["Without Megatron, DDP or HSDP (--for ddp):", f"  {other}"]
+        wire = wire_of(row.flags)
+        for name, other, what in (("ddp", DDP, "DDP or HSDP"), ("fsdp", FSDP2, "FSDP2")):
+            if program is MEGATRON and wire in FEW_BITS:
+                typed = other.typed((USE, f"{WIRE} {wire}"), on_hosts=True)
+                line = other.line(f"torchrun {nodes}", typed)
+                lines += [f"Without Megatron, {what} (--for {name}):", f"  {line}"]
         return lines
     cluster = f"--workers {machines.world} --servers {servers.count}"
     server = f"  megatron-byteps server {cluster} --instances"
@@ -348,7 +376,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--for", choices=PROGRAMS, default="megatron", dest="program",
-        help="what trains; ddp: a script with DistributedDataParallel or HSDP (default: megatron)",
+        help="what trains; ddp: a script with DistributedDataParallel or HSDP; fsdp: one with "
+        "FSDP2's fully_shard over all ranks (default: megatron)",
     )  # fmt: skip
     model = parser.add_argument_group("the model")
     model.add_argument(
@@ -357,10 +386,10 @@ def _parser() -> argparse.ArgumentParser:
         "and pipeline parallelism",
     )  # fmt: skip
     model.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="host",
-        help="where its state is now: on every rank (replicated), sharded inside each host "
-        "(--num-distributed-optimizer-instances = hosts), sharded over all ranks, or on the "
-        "servers (default: host)",
+        "--optimizer", choices=OPTIMIZERS, default="ranks",
+        help="where Megatron's is now: on every rank (replicated), sharded over all ranks "
+        "(--use-distributed-optimizer), sharded inside each host (host: the same with "
+        "--num-distributed-optimizer-instances = hosts), or on the servers (default: ranks)",
     )  # fmt: skip
     model.add_argument(
         "--gradients", choices=[name for name in WIRE_BYTES if name not in FEW_BITS],

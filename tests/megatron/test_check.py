@@ -107,6 +107,18 @@ def test_servers_on_the_hosts_are_the_default(judged: Check) -> None:
     assert f"Answer: in int8 or more: add {int8} (1.97 x as fast" in text
 
 
+def test_a_recipe_with_the_preset(judged: Check) -> None:
+    """The forecast knows the preset, and the flag that the preset has replaced."""
+    status, text = judged(*RECIPE, *SHARDED, "--dpu-preset", "own-hosts", machines=HOSTS)
+    assert status == 0
+    answer = "Answer: in int8 or more: change nothing: what runs is 1.97 x as fast as plain"
+    assert text.splitlines()[-1].startswith(answer)
+    four = "--use-dpu-reduce --dpu-reduce-wire-dtype int4 --num-distributed-optimizer-instances 4"
+    assert f"add {four} and drop --dpu-preset own-hosts (3.88 x)" in text
+    _, text = judged(*RECIPE, "--dpu-preset", "own-hosts", "--qk-clip", machines=HOSTS)
+    assert "--dpu-optimizer (of --dpu-preset own-hosts) does not work with --qk-clip" in text
+
+
 def test_a_recipe_that_is_refused(judged: Check) -> None:
     status, text = judged(*RECIPE, "--inprocess-restart")
     assert status == 1

@@ -12,6 +12,7 @@ import pytest
 from byteps import cost_model, sizing
 from byteps.forecast import Machines, Needs, Row, Training, answer
 from byteps.forecast.needs import BASE_BYTES, POOL_BYTES
+from byteps.forecast.training import SHARDED
 from byteps.sizing import Choice, advised, choices, training_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,6 +66,8 @@ def test_servers_on_the_hosts_have_an_answer(hosts: int, accepts: str, nbytes: f
     launcher = f"torchrun --nnodes {hosts} --nproc-per-node 8 ..."
     assert f"\n  {launcher} pretrain_gpt.py ... {line}\n" in said
     variables = f"BYTEPS_C10D=1 BYTEPS_C10D_WIRE_DTYPE={accepts}"
+    assert f"\n  {variables} {launcher} train.py" in said
+    variables = f"BYTEPS_C10D=1 BYTEPS_FSDP_DTYPES={accepts},int8"
     assert said.endswith(f"\n  {variables} {launcher} train.py")
     assert needs.server_cores == 0 == needs.server_bytes and needs.worker_bytes > 1e9
     assert "<- advised" in said
@@ -88,9 +91,10 @@ def test_servers_that_keep_the_optimizer_remember_parameters(
     machines = replace(MACHINES, gpus=1)
     chosen = choice(4, machines, optimizer="servers", accepts=wire)
     rows = [row for row in chosen.forecast.rows if row.wire == wire and row.through_servers]
-    (served,) = (row for row in rows if row.updated)
-    (plain,) = (row for row in choice(4, machines, optimizer="replicated").forecast.rows
-                if row.wire == wire and row.through_servers and not row.updated)  # fmt: skip
+    (served,) = (row for row in rows if row.optimizer == "servers")
+    on_ranks = choice(4, machines, optimizer="replicated").forecast.rows
+    rows = [row for row in on_ranks if row.wire == wire and row.through_servers]
+    (plain,) = (row for row in rows if row.optimizer == "ranks")
     more = chosen.needs(served).server_bytes - chosen.needs(plain).server_bytes
     assert more == pytest.approx(1e9 / 4 * times_state, rel=0.01)
 
@@ -238,26 +242,48 @@ def test_a_script_without_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     assert "BYTEPS_C10D_WIRE_DTYPE=int8 (1.97 x)" in own
 
 
-def test_table_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table of docs/use/when-to-use.md that gives an answer at a glance."""
+def lines_of(said: str) -> dict[str, tuple[str, str]]:
+    """Get the gain, and the cores of a host, by what a user adds for a line of the calculator."""
+    row = r"^ +(\d+) +\d+ +\S+ +\d+ +\w+ +\w+ +[0-9,.]+ +(\d\.\d\d) +[0-9.]+ +\S+ +(\d+)"
+    rows = {number: tuple(other) for number, *other in re.findall(row, said, re.MULTILINE)}
+    needs = re.findall(r"^  ([0-9, ]+): add (.*)$", said, re.MULTILINE)
+    found = {words: [rows.pop(one) for one in numbers.split(", ")] for numbers, words in needs}
+    assert not rows, "each line says what it needs"
+    return {words: (one[0][0], one[0][1]) for words, one in found.items()}
+
+
+def test_tables_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tables of docs/use/when-to-use.md that give an answer at a glance."""
     text = (REPOSITORY / "docs/use/when-to-use.md").read_text()
     rows = re.findall(r"^\| (\d) \| (\d) . (\d+) GbE \| (.*) \|$", text, re.MULTILINE)
+    gains = {
+        program: re.search(rf"^\| {name}.*$", text, re.MULTILINE)
+        for program, name in (("megatron", "Megatron"), ("ddp", "DDP, HSDP"), ("fsdp", "FSDP2, 4"))
+    }
     assert len(rows) == 6
     for hosts, nics, gbps, shown in rows:
         words = f"--parameters 7B --hosts {hosts} --nics {nics} --link-gbps {gbps} --machines 0"
-        assert sizing.main(words.split()) == 0
-        said = capsys.readouterr().out
-        if "change nothing" in said and "with fewer bits" not in said:
-            assert shown.startswith("NCCL |")
-            assert "TCP is counted with 100 Gbit/s of a machine" in said
-            continue
-        row = r"^ +0 +- +1 +(int\d) .*?(\d\.\d\d) +[0-9.]+ +- +(\d+)"
-        lines = re.findall(row, said, re.MULTILINE)
-        hidden = re.search(r"Where a micro-batch computes for (\S+) s", said)
-        assert hidden and [wire for wire, *_ in lines] == ["int8", "int4"]
-        (_, int8, cores), (_, int4, _) = lines
-        gains = f"int8: {int8} times, int4: {int4} times"
-        assert shown == f"{gains} | {cores} | {hidden[1]} s"
+        for program, row in gains.items():
+            assert sizing.main([*words.split(), "--for", program]) == 0
+            said = capsys.readouterr().out
+            if shown.startswith("NCCL"):
+                assert program == "fsdp" or "with fewer bits" not in said
+                assert program != "megatron" or "TCP is counted with 100 Gbit/s of" in said
+                continue
+            found = lines_of(said)
+            if program == "megatron":
+                found = {
+                    re.sub(r"(.*)( --num-\S+) \d", rf"\1 {SHARDED}\2 HOSTS", added): numbers
+                    for added, numbers in found.items()
+                }
+                hidden = re.search(r"Where a micro-batch computes for (\S+) s", said)
+                assert hidden
+                (_, cores) = found["--dpu-preset own-hosts"]
+                assert shown == f"servers | {cores} | {hidden[1]} s"
+            if program != "fsdp" or hosts == "4":
+                few = [added for added in found if "=same" not in added]
+                assert row and all(f"`{added}`: {found[added][0]}" in row[0] for added in few)
+                assert len(few) == row[0].count("`: ")
 
 
 def examples() -> list[tuple[str, str]]:

@@ -15,10 +15,20 @@ from __future__ import annotations
 from byteps.forecast.machines import Machines
 from byteps.forecast.needs import Needs, needs_of
 from byteps.forecast.rows import Forecast, Row, forecast
-from byteps.forecast.training import DDP, FEW_BITS, MEGATRON, WIRE_BYTES, Kind, Program, Training
+from byteps.forecast.training import (
+    DDP,
+    FEW_BITS,
+    FSDP2,
+    MEGATRON,
+    WIRE_BYTES,
+    Kind,
+    Program,
+    Training,
+)
 from byteps.forecast.words import (
     answer,
     break_even,
+    change_text,
     limit_text,
     rates_text,
     servers_text,
@@ -29,6 +39,7 @@ from byteps.forecast.words import (
 __all__ = [
     "DDP",
     "FEW_BITS",
+    "FSDP2",
     "MEGATRON",
     "WIRE_BYTES",
     "Forecast",
@@ -40,6 +51,7 @@ __all__ = [
     "Training",
     "answer",
     "break_even",
+    "change_text",
     "forecast",
     "limit_text",
     "needs_of",

@@ -60,7 +60,7 @@ def _held(training: Training, row: Row, machines: Machines) -> float:
     """Return the bytes that a server holds per pushed byte: the push as it arrived, its sum in a
     type twice as wide (fp32 for few bits), and the optimizer's state."""
     wire = row.wire or ("bf16" if training.gradient_bytes == 2 else "fp32")
-    served = SERVED_BYTES[wire] / WIRE_BYTES[wire] if row.updated else 0.0
+    served = SERVED_BYTES[wire] / WIRE_BYTES[wire] if row.optimizer == "servers" else 0.0
     if machines.backup:  # the copy of another server's state, and the last answer on both sides
         served = 2 * (served + 1) if served else 0.0
     if wire not in FEW_BITS:

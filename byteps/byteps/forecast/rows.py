@@ -38,8 +38,8 @@ class Row:
     """Whether the row is only shown, and never advised, because Megatron has no such path."""
     wire: str | None = None
     """Type in which values travel to servers; None: the type in which they are reduced."""
-    updated: bool = False
-    """Whether servers keep the optimizer."""
+    optimizer: str = "ranks"
+    """Place of the optimizer: "ranks", "servers", or FSDP2's "shards"."""
     gradients: float
     """Bytes of gradients over a host's NICs in the busier direction. With the optimizer on the
     servers, parameters are pulled at the same time, in the other direction."""
@@ -55,8 +55,8 @@ class Row:
     """Time of the push-pulls, in seconds."""
     limit: str = ""
     """Bottleneck of the push-pulls: "cores" or "memory" of a machine; empty: the links."""
-    parameter_seconds: float = 0.0
-    """Time of the gather of parameters, in seconds."""
+    forward_seconds: float = 0.0
+    """Time of the gather of parameters for the forward pass, in seconds."""
     seconds: float
     """Time of a step's communication in seconds, without overlap. If rates are unknown, bytes."""
     gain: float = 1.0
@@ -72,10 +72,10 @@ class Row:
     def step_seconds(self, compute_s: float) -> float:
         """Return the time of a step with one micro-batch, which computes for `compute_s`.
         Megatron's overlaps hide gradients behind the backward pass, two thirds of `compute_s`, and
-        parameters behind the forward pass."""
-        gradients = self.seconds - self.parameter_seconds
-        exposed = max(0.0, gradients - 2 * compute_s / 3)
-        return compute_s + exposed + max(0.0, self.parameter_seconds - compute_s / 3)
+        parameters behind the forward pass. FSDP2 gathers parameters in both."""
+        backward = self.seconds - self.forward_seconds
+        exposed = max(0.0, backward - 2 * compute_s / 3)
+        return compute_s + exposed + max(0.0, self.forward_seconds - compute_s / 3)
 
     @property
     def loss(self) -> str:
@@ -83,7 +83,7 @@ class Row:
         lost."""
         if not (self.compared or self.wire in FEW_BITS):
             return ""
-        return measured_loss(self.wire, updated=self.updated)
+        return measured_loss(self.wire, self.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Forecast:
 
     def typed(self, flags: Sequence[str]) -> tuple[str, ...]:
         """Return the words that a user types for these arguments."""
-        on_hosts = not self.network.servers.extra
+        on_hosts = self.training.preset or not self.network.servers.extra
         return self.training.program.typed(flags, on_hosts=on_hosts)
 
     def name(self, row: Row) -> str:
@@ -124,15 +124,18 @@ class Forecast:
         return self.plain.step_seconds(compute) / row.step_seconds(compute)
 
     def changes(self, row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the words that a user must add, and the arguments that a user must drop, to get a
-        row.
+        """Return the words that a user must add, and the words that a user must drop, to get a row.
 
         A plain row keeps ``--use-dpu-reduce``, because the flag leaves these buckets to NCCL
-        anyway.
+        anyway. A preset is dropped as a whole.
         """
         has = self._has
         drop = has.difference(row.flags)
-        if row.plain:
+        if self.training.preset and (row.optimizer != "servers" or not row.wire):
+            has, drop = frozenset(), frozenset({arguments.OWN_HOSTS})
+        elif self.training.preset:
+            drop -= {f"{arguments.WIRE} int8"}
+        elif row.plain:
             drop &= {arguments.OPTIMIZER}
         add = [flag for flag in row.flags if flag not in has]
         return self.typed(add), tuple(sorted(drop))
@@ -144,6 +147,12 @@ class Forecast:
         classes = [[row for row in rows if not row.loses]]
         classes += [[row for row in rows if row.loses and row.wire == wire] for wire in FEW_BITS]
         return [_shortest(self, of_class) for of_class in classes if of_class]
+
+    def with_preset(self) -> list[Row]:
+        """Return `by_servers`, and the other rows of the preset."""
+        found = self.by_servers()
+        preset = [row for row in self.rows if arguments.OWN_HOSTS in self.typed(row.flags)]
+        return [*found, *(row for row in preset if row not in found and not row.refused)]
 
     @property
     def _has(self) -> frozenset[str]:
@@ -293,7 +302,7 @@ class _Rows:
         gathered, flows, copied = dict[int, float](), dict[int, Flow](), 0.0
         server, through = 0.0, list[str]()
         for kind, hosts, count, elements, updated in _pieces(training):
-            what = _sum(training, hosts, elements, updated=updated)
+            what = _sum(training, hosts, elements, network, updated=updated)
             decision = routing.decide(what, network, requested)
             load, spread = decision.loads[decision.route], routing.per_host(hosts)
             into = collective
@@ -311,7 +320,7 @@ class _Rows:
             parameters = 0.0
             if training.sharded or (training.by_layer and not updated):
                 parameters = _gathered(hosts, training.instances) * elements
-                parameters *= training.parameter_bytes
+                parameters *= _gathered_bytes(training)
             for host in spread:
                 into[host] = into.get(host, 0.0) + count * load.host
                 gathered[host] = gathered.get(host, 0.0) + count * parameters
@@ -329,7 +338,7 @@ class _Rows:
         return Row(
             flags=flags,
             wire=training.wire,
-            updated=training.updated,
+            optimizer=_keeper(training),
             gradients=others[0].host + pushes.host,
             parameters=others[1].host,
             server=pushes.server,
@@ -337,7 +346,7 @@ class _Rows:
             through_servers=tuple(dict.fromkeys(through)),
             push_seconds=push_seconds,
             limit=limit,
-            parameter_seconds=after,
+            forward_seconds=after / max(1, training.program.gathers),
             seconds=reduced + push_seconds + after,
         )
 
@@ -382,7 +391,7 @@ def _pieces(
 
 
 def _sum(
-    training: Training, hosts: tuple[int, ...], elements: float, *, updated: bool
+    training: Training, hosts: tuple[int, ...], elements: float, network: Network, *, updated: bool
 ) -> routing.Sum:
     # Parameters are pulled as differences, always in 8 bits.
     differences = updated and training.wire in FEW_BITS
@@ -394,7 +403,22 @@ def _sum(
         sharded=training.sharded,
         instances=training.instances,
         updated=updated,
+        placed=bool(training.program.gathers) and not network.servers.extra,
     )
+
+
+def _keeper(training: Training) -> str:
+    if training.program.gathers:
+        return "shards"
+    return "servers" if training.updated else "ranks"
+
+
+def _gathered_bytes(training: Training) -> float:
+    """Return the bytes per parameter of all gathers of a micro-batch."""
+    if not training.program.gathers:
+        return training.parameter_bytes
+    each = FEW_BITS["int8"] if training.wire in FEW_BITS else training.parameter_bytes
+    return training.program.gathers * each
 
 
 def _wire_bytes(training: Training) -> float:

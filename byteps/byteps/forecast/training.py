@@ -33,6 +33,16 @@ class Program:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that stand for Megatron's arguments, by argument; empty for
     Megatron."""
+    same: str = ""
+    """Variable that sends gradients in their own type; empty: none is needed for that."""
+    gathers: int = 0
+    """Number of times that a micro-batch gathers all parameters, because ranks keep only shards.
+    With few bits for gradients, parameters are gathered in int8."""
+
+    @property
+    def unit(self) -> str:
+        """Part of the training that communicates once: a step or, with `gathers`, a micro-batch."""
+        return "micro-batch" if self.gathers else "step"
 
     def typed(self, flags: Collection[str], *, on_hosts: bool) -> tuple[str, ...]:
         """Return the words that a user types for these arguments.
@@ -41,9 +51,11 @@ class Program:
             on_hosts: whether all servers are on the workers' hosts.
         """
         if self.variables:
-            return tuple(self.variables[flag] for flag in flags)
-        wire = next((flag for flag in flags if flag.split()[0] == WIRE), "").removeprefix(WIRE)
-        if not (on_hosts and OPTIMIZER in flags and wire.strip() in FEW_BITS):
+            words = [self.variables[flag] for flag in flags]
+            if self.same and USE in flags and not wire_of(flags):
+                words.append(self.same)
+            return tuple(words)
+        if not (on_hosts and OPTIMIZER in flags and wire_of(flags) in FEW_BITS):
             return tuple(flags)
         stood_for = (USE, OPTIMIZER, f"{WIRE} int8")
         return (OWN_HOSTS, *(flag for flag in flags if flag not in stood_for))
@@ -53,6 +65,11 @@ class Program:
         words = " ".join(words)
         after = f"{launcher} ... {self.script}"
         return f"{words} {after}" if self.variables else f"{after} {words}"
+
+
+def wire_of(flags: Collection[str]) -> str:
+    """Return the type in which these arguments send gradients; empty: their own type."""
+    return next((flag.split()[1] for flag in flags if flag.split()[0] == WIRE), "")
 
 
 MEGATRON = Program(name="Megatron", script="pretrain_gpt.py ...")
@@ -66,6 +83,19 @@ DDP = Program(
     },
 )
 """DistributedDataParallel, and other programs that all-reduce gradients, such as HSDP."""
+FSDP2 = Program(
+    name="FSDP2",
+    script="train.py",
+    variables={
+        USE: "BYTEPS_C10D=1",
+        f"{WIRE} bf16": "BYTEPS_FSDP_DTYPES=bf16",
+        **{f"{WIRE} {wire}": f"BYTEPS_FSDP_DTYPES={wire},int8" for wire in FEW_BITS},
+        HALF: "reduce_dtype=torch.bfloat16",
+    },
+    same="BYTEPS_FSDP_DTYPES=same",
+    gathers=2,
+)
+"""Programs that use `fully_shard` on a mesh of one dimension, over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +145,8 @@ class Training:
     """Whether servers keep the optimizer."""
     used: bool = False
     """Whether the job has the flag `USE`."""
+    preset: bool = False
+    """Whether the job has the preset `OWN_HOSTS`, and not the flags for which it stands."""
     by_layer: bool = False
     """With the optimizer on the servers: whether ranks also gather parameters, those that they
     update."""
@@ -161,7 +193,7 @@ def instances_for_hosts(training: Training) -> int | None:
 
     None if the job has as many instances already, or if this is impossible.
     """
-    if not training.sharded:
+    if not training.sharded or training.program is not MEGATRON:
         return None
     wanted: set[int] = set()
     for kind in training.kinds:

@@ -22,7 +22,7 @@ def answer(forecast: Forecast) -> str:
     sentences = [f"in {type_} or more: {_exact(forecast)}"]
     if forecast.few_bits:
         ways = " or ".join(
-            f"{_change(forecast, row)} ({row.gain:.2f} x)" for row in forecast.few_bits
+            f"{change_text(forecast, row)} ({row.gain:.2f} x)" for row in forecast.few_bits
         )
         sentences.append(f"with fewer bits: {ways}; compare your loss curves first")
     if training.missing_overlaps:
@@ -31,7 +31,7 @@ def answer(forecast: Forecast) -> str:
 
 
 def _exact(forecast: Forecast) -> str:
-    best, change = forecast.best, _change(forecast, forecast.best)
+    best, change = forecast.best, change_text(forecast, forecast.best)
     plain = f"plain {forecast.training.program.name}"
     if best.through_servers:
         gain = f"{best.gain:.2f} x as fast as {plain} at its best"
@@ -40,14 +40,14 @@ def _exact(forecast: Forecast) -> str:
         return f"{change} ({best.over_now:.2f} x, by {plain} alone; servers add less)"
     if change:
         return f"{change}: {plain} is as fast"
-    if forecast.micro_batch_s is not None and any(
-        row.gain >= WORTH_IT for row in forecast.by_servers()
-    ):
+    exact = [row for row in forecast.by_servers() if not row.loses]
+    if forecast.micro_batch_s is not None and any(row.gain >= WORTH_IT for row in exact):
         return "change nothing: what servers would save hides behind a micro-batch"
     return f"change nothing: no servers are faster than {plain}"
 
 
-def _change(forecast: Forecast, row: Row) -> str:
+def change_text(forecast: Forecast, row: Row) -> str:
+    """Describe what a user adds and drops to get a row; empty: nothing."""
     add, drop = forecast.changes(row)
     parts = [f"add {' '.join(add)}"] if add else []
     parts += [f"drop {' '.join(drop)}"] if drop else []
@@ -92,11 +92,14 @@ def break_even(forecast: Forecast) -> str:
     batches = ""
     if (each := forecast.micro_batch_s) is not None:
         batches = f": {int(most / (WORTH_IT - 1) / each)} micro-batches of {1e3 * each:g} ms"
+    often = "Gradients travel once a step, however many micro-batches it accumulates"
+    if forecast.training.program.gathers:
+        often, batches = "Parameters are gathered for each micro-batch", ""
     return (
-        "Gradients travel once a step, however many micro-batches it accumulates: "
-        f"{' '.join(forecast.typed(row.flags))} saves {plain - row.seconds:.3g} s of it. If "
-        f"nothing overlaps, the whole step is {WORTH_IT} x as fast or more where it computes for "
-        f"at most {most / (WORTH_IT - 1):.3g} s{batches}. {_hidden(forecast)}"
+        f"{often}: {' '.join(forecast.typed(row.flags))} saves {plain - row.seconds:.3g} s of it. "
+        f"If nothing overlaps, the whole {forecast.training.program.unit} is {WORTH_IT} x as fast "
+        f"or more where it computes for at most {most / (WORTH_IT - 1):.3g} s{batches}. "
+        f"{_hidden(forecast)}"
     )
 
 
@@ -111,7 +114,7 @@ def _hidden(forecast: Forecast) -> str:
             f"Behind a micro-batch of {1e3 * each:g} ms plain {name}'s overlaps hide "
             f"{row.seconds - left:.3g} of {row.seconds:.3g} s."
         )
-    enough = max(1.5 * (row.seconds - row.parameter_seconds), 3 * row.parameter_seconds)
+    enough = max(1.5 * (row.seconds - row.forward_seconds), 3 * row.forward_seconds)
     return (
         f"Where a micro-batch computes for {enough:.3g} s or more, plain {name}'s overlaps hide "
         "all of it, and nothing is gained."

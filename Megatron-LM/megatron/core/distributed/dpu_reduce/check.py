@@ -35,7 +35,7 @@ from byteps.forecast import (
 )
 from byteps.forecast.training import USE
 
-from . import advice, parameters, refusals, replica_refusals
+from . import advice, parameters, refusals, replica_refusals, translations
 from .parameters import NotMegatrons, Parallelism, parse
 
 
@@ -119,15 +119,21 @@ def _training(args: Any, machines: Machines) -> Training:
         expert_weight_shards=getattr(args, "expert_gtp_weight_remat_size", 1),
     )
     held = parameters.count(args)
+    given: translations.Given = args.dpu_given  # by `parse`
     half = args.bf16 or args.fp16
     return Training(
         kinds=kinds_of(split, held, machines, args.optimizer),
         gradient_bytes=2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
         parameter_bytes=1 if args.fp8_param_gather else 2 if half else 4,
-        sharded=bool(args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer),
-        instances=args.num_distributed_optimizer_instances,
+        sharded=bool(
+            args.use_distributed_optimizer
+            or args.use_layer_wise_distributed_optimizer
+            or given.instances
+        ),
+        instances=given.instances or args.num_distributed_optimizer_instances,
         updated=args.dpu_optimizer,
         used=args.use_dpu_reduce,
+        preset=given.preset,
         wire=args.dpu_reduce_wire_dtype,
         bf16=args.bf16,
         can_shard=args.optimizer == "adam",

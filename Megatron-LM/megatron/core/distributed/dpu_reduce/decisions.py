@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import advice, bytepslib, job, refusals, summed_later
+from . import advice, bytepslib, job, refusals, summed_later, translations
 from .bucket_op import BucketOp, group_name, node_sums, wire_bytes, wire_of
 
 if TYPE_CHECKING:
@@ -252,14 +252,16 @@ def tell(
         gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
         bf16 = bf16 and not any(b.param_dtype in (torch.float16, torch.float32) for b in buffers)
+    given = translations.given
     training = bytepslib.forecast.Training(
         kinds=tuple(forecast_kinds),
         gradient_bytes=gradient_bytes,
         parameter_bytes=parameter_bytes,
-        sharded=config.use_distributed_optimizer,
-        instances=config.num_distributed_optimizer_instances,
+        sharded=config.use_distributed_optimizer or bool(given.instances),
+        instances=given.instances or config.num_distributed_optimizer_instances,
         updated=config.dpu_optimizer,
         used=True,
+        preset=given.preset,
         wire=config.dpu_reduce_wire_dtype,
         bf16=bf16,
         missing_overlaps=advice.missing_overlaps(config),

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from . import translations
+
 _MAMBA, _ATTENTION, _DENSE, _MOE = "M", "*", "-", "E"
 
 
@@ -418,6 +420,7 @@ def _parse(words: Sequence[str], variables: Mapping[str, str], architecture: int
             args = arguments.parse_args(ignore_unknown_args=True)
             _pad_vocabulary(args)
             arguments.validate_args(args)
+            args.dpu_given = translations.given
         except SystemExit:
             lines = printed.getvalue().strip().splitlines() or ["Megatron's validate_args exited"]
             raise NotMegatrons(lines[-1]) from None

@@ -48,11 +48,13 @@ def refuse_settings(
         ValueError: `refusals` forbids one of them. The text names this setting, the feature that
             the user asked for (`flag`), and the reason.
     """
+    remedy = "Drop one of the two."
+    if preset := getattr(source, "dpu_preset", None):
+        remedy = f"Drop it, or replace --dpu-preset {preset} by flags without {flag}."
+        flag = f"{flag} (of --dpu-preset {preset})"
     settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
     for refusal, name in settings:
         value = getattr(source, name, None)
         if refusal.applies_to(value, source):
             shown = refusal.flag if value is True else f"{refusal.flag}={value}"
-            raise ValueError(
-                f"{flag} does not work with {shown}: {refusal.reason}. Drop one of the two."
-            )
+            raise ValueError(f"{flag} does not work with {shown}: {refusal.reason}. {remedy}")

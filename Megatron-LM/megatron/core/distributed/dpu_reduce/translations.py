@@ -110,11 +110,35 @@ _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Attributes of the precision-aware optimizer. Only that optimizer allows types other than fp32."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Settings of the command line, before `translate_args` changes the arguments."""
+
+    preset: bool = False
+    instances: int = 0
+    """Instances of the distributed optimizer; 0: it was not asked for."""
+
+    @classmethod
+    def of(cls, args: Namespace) -> Given:
+        sharded = getattr(args, "use_distributed_optimizer", False)
+        return cls(
+            preset=getattr(args, "dpu_preset", None) == "own-hosts",
+            instances=args.num_distributed_optimizer_instances if sharded else 0,
+        )
+
+
+given = Given()
+"""Settings at the last call of `translate_args`. A job's forecast needs them, because the DDP
+config has only the changed arguments."""
+
+
 def translate_args(args: Namespace) -> None:
     """Change arguments that ask ranks for the servers' work. Megatron validates them later.
 
     ``--dpu-optimizer`` implies ``--use-dpu-reduce``.
     """
+    global given
+    given = Given.of(args)
     if getattr(args, "dpu_optimizer", False):
         args.use_dpu_reduce = True
     if getattr(args, "use_dpu_reduce", False) and job.replicas_of(args) > 1:
