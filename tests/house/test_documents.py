@@ -298,6 +298,7 @@ TRIED = {
     r"BYTEPS_HOST_ID=. torchrun": "tests/multiproc/test_embedded.py",
     r"torchrun .* your_program\.py": "tests/multiproc/test_embedded.py",
     r"torchrun .*pretrain_(?:dpu_)?gpt\.py": "tests/megatron/test_check.py",
+    r"MEGATRON_CPU=1 torchrun ": "tests/megatron/test_train_script.py",
     r"(?:BYTEPS_\w+=\S+ )+torchrun ": "tests/netkit/test_own_hosts.py",
     r"megatron-byteps try": "tests/netkit/test_trial.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",

@@ -26,6 +26,7 @@ from scripts.trainkit.job import (
     same_parameters,
     table,
 )
+from tests.pages import lines_with
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500.0
@@ -95,6 +96,18 @@ def test_the_example_with_a_tiny_model(tree: Path, run_dir: Path, warm_python: s
     assert len(losses) == 3 and losses[-1] < losses[0]
     _demand_metrics(said, "tensorboard")
     _demand_metrics(said, "wandb")
+
+
+@pytest.mark.slow
+def test_the_complete_line_of_the_quick_start(tree: Path, run_dir: Path, warm_python: str) -> None:
+    (words,) = lines_with(r"^MEGATRON_CPU=1 torchrun ")
+    options, program, flags = words[2:4], words[4], words[5:]
+    launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", *options]
+    env = {**_environment(tree), "TMPDIR": str(run_dir)}
+    run = captured([*launcher, str(tree / Path(program).name), *flags], LIMIT_S, env=env)
+    said = run.stdout + run.stderr
+    assert run.returncode == 0, said
+    assert said.count("lm loss: ") == 5 and "BytePS flat" in said
 
 
 def _demand_metrics(said: str, writer: str) -> None:
