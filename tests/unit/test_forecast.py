@@ -142,14 +142,14 @@ def test_a_job_with_the_preset_is_advised_in_terms_of_the_preset(spare: int) -> 
         wire="int8",
         preset=True,
     )
-    found = forecast(training, network_of(4, spare=spare))
-    now = row(found, USE, INT8, OPTIMIZER)
-    assert found.name(now) == "--dpu-preset own-hosts" and found.changes(now) == ((), ())
-    more = row(found, USE, INT4, OPTIMIZER)
-    assert found.changes(more) == ((INT4,), ())
-    for other in (row(found, USE, INT4, INSTANCES), row(found, USE, OPTIMIZER)):
-        assert found.changes(other) == (other.flags, ("--dpu-preset own-hosts",))
-    assert found.changes(found.plain)[1] == ("--dpu-preset own-hosts",)
+    predicted = forecast(training, network_of(4, spare=spare))
+    now = row(predicted, USE, INT8, OPTIMIZER)
+    assert predicted.name(now) == "--dpu-preset own-hosts" and predicted.changes(now) == ((), ())
+    more = row(predicted, USE, INT4, OPTIMIZER)
+    assert predicted.changes(more) == ((INT4,), ())
+    for other in (row(predicted, USE, INT4, INSTANCES), row(predicted, USE, OPTIMIZER)):
+        assert predicted.changes(other) == (other.flags, ("--dpu-preset own-hosts",))
+    assert predicted.changes(predicted.plain)[1] == ("--dpu-preset own-hosts",)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_fsdp2_gathers_parameters_twice(flags: tuple[str, ...], nbytes: float) -
     """Bytes per parameter over the NIC of one of 4 hosts: docs/design/how-it-works.md has them,
     without the factor 3/4."""
     training = Training(kinds=(dense(4, 1),), gradient_bytes=2, sharded=True, program=FSDP2)
-    found = forecast(training, network_of(4, spare=0))
-    one = row(found, *flags)
-    sent = (one.gradients + one.parameters) / ELEMENTS
+    predicted = forecast(training, network_of(4, spare=0))
+    entry = row(predicted, *flags)
+    sent = (entry.gradients + entry.parameters) / ELEMENTS
     assert sent == pytest.approx(3 / 4 * nbytes, rel=1e-3)
-    assert one.gain == pytest.approx(6 / nbytes, rel=1e-3)
+    assert entry.gain == pytest.approx(6 / nbytes, rel=1e-3)
     # Half of the gathers precede the forward pass, a third of the computing time.
-    assert one.step_seconds(1e-9) == pytest.approx(one.seconds)
-    assert one.step_seconds(1.5 * one.seconds) == pytest.approx(1.5 * one.seconds)
+    assert entry.step_seconds(1e-9) == pytest.approx(entry.seconds)
+    assert entry.step_seconds(1.5 * entry.seconds) == pytest.approx(1.5 * entry.seconds)
 
 
 @pytest.mark.parametrize(

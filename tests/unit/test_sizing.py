@@ -247,9 +247,11 @@ def lines_of(said: str) -> dict[str, tuple[str, str]]:
     row = r"^ +(\d+) +\d+ +\S+ +\d+ +\w+ +\w+ +[0-9,.]+ +(\d\.\d\d) +[0-9.]+ +\S+ +(\d+)"
     rows = {number: tuple(other) for number, *other in re.findall(row, said, re.MULTILINE)}
     needs = re.findall(r"^  ([0-9, ]+): add (.*)$", said, re.MULTILINE)
-    found = {words: [rows.pop(one) for one in numbers.split(", ")] for numbers, words in needs}
+    lines = {
+        words: [rows.pop(number) for number in numbers.split(", ")] for numbers, words in needs
+    }
     assert not rows, "each line says what it needs"
-    return {words: (one[0][0], one[0][1]) for words, one in found.items()}
+    return {words: (first[0], first[1]) for words, (first, *_) in lines.items()}
 
 
 def test_tables_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,19 +272,19 @@ def test_tables_by_hosts_and_nics(capsys: pytest.CaptureFixture[str]) -> None:
                 assert program == "fsdp" or "with fewer bits" not in said
                 assert program != "megatron" or "TCP is counted with 100 Gbit/s of" in said
                 continue
-            found = lines_of(said)
+            lines = lines_of(said)
             if program == "megatron":
-                found = {
+                lines = {
                     re.sub(r"(.*)( --num-\S+) \d", rf"\1 {SHARDED}\2 HOSTS", added): numbers
-                    for added, numbers in found.items()
+                    for added, numbers in lines.items()
                 }
                 hidden = re.search(r"Where a micro-batch computes for (\S+) s", said)
                 assert hidden
-                (_, cores) = found["--dpu-preset own-hosts"]
+                (_, cores) = lines["--dpu-preset own-hosts"]
                 assert shown == f"servers | {cores} | {hidden[1]} s"
             if program != "fsdp" or hosts == "4":
-                few = [added for added in found if "=same" not in added]
-                assert row and all(f"`{added}`: {found[added][0]}" in row[0] for added in few)
+                few = [added for added in lines if "=same" not in added]
+                assert row and all(f"`{added}`: {lines[added][0]}" in row[0] for added in few)
                 assert len(few) == row[0].count("`: ")
 
 

@@ -150,9 +150,9 @@ class Forecast:
 
     def with_preset(self) -> list[Row]:
         """Return `by_servers`, and the other rows of the preset."""
-        found = self.by_servers()
+        best = self.by_servers()
         preset = [row for row in self.rows if arguments.OWN_HOSTS in self.typed(row.flags)]
-        return [*found, *(row for row in preset if row not in found and not row.refused)]
+        return [*best, *(row for row in preset if row not in best and not row.refused)]
 
     @property
     def _has(self) -> frozenset[str]:
