@@ -166,8 +166,8 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
 
 def _enter_namespaces(peer: socket.socket) -> None:
     """Enter the namespaces of an emulated host, if the executable runs on one."""
-    asked = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    client, _, _ = struct.unpack("3i", asked)
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    client, _, _ = struct.unpack("3i", credentials)
     kinds = {"net": os.CLONE_NEWNET, "uts": os.CLONE_NEWUTS, "mnt": os.CLONE_NEWNS}
     for name, kind in kinds.items():
         theirs = f"/proc/{client}/ns/{name}"
