@@ -52,7 +52,7 @@ BUILD_LIMIT_S = 3600
 
 
 class BuildError(Exception):
-    """The build failed; the text has the compiler's last lines."""
+    """Raised if the build failed. The text has the compiler's last lines."""
 
 
 def build(*programs: str, sanitize: str = "") -> Path:
@@ -83,7 +83,7 @@ def build(*programs: str, sanitize: str = "") -> Path:
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]
     with _alone_in(folder):
         configure = [
-            # Afresh: the folder may be of a checkout that was moved.
+            # The build begins afresh, because the folder may be from a checkout that was moved.
             *(cmake, "--fresh", "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
             *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
@@ -130,7 +130,7 @@ def _write_compile_commands(made: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder: of parallel tests, one builds there, and the others wait."""
+    """Hold a lock on a folder. Of parallel tests, one builds there, and the others wait."""
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

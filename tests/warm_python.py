@@ -1,12 +1,12 @@
 """A python that is forked from a process which has imported torch, instead of importing it.
 
 That import is most of the CPU time of a small job. `install` writes an executable that torchrun
-starts in place of Python if ``PYTHON_EXEC`` names it. It hands its words, variables, folder, input
-and output to `serve`, which forks a process that runs them in the same namespaces. It passes
-signals on, and ends as that process ends. If it is killed, that process is killed. That process has
-it as ``sys.executable``, so Pythons that the process starts are forked, too. The forked process
-keeps the variables of its parent in /proc, and its modules are loaded, so tests of either need a
-real Python.
+starts in place of Python if ``PYTHON_EXEC`` names it. The executable hands its words, variables,
+folder, input and output to `serve`, which forks a process that runs them in the same namespaces.
+The executable passes signals on, and ends as the forked process ends. If the executable is killed,
+the forked process is killed, too. In the forked process ``sys.executable`` is the executable, so
+Pythons that it starts are forked, too. In /proc, the forked process has the variables of its
+parent, and its modules are already loaded. Tests for which this matters need a real Python.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def serve(listener: socket.socket) -> NoReturn:
 def _become(peer: socket.socket, parent: int) -> NoReturn:
     """Run what the executable was asked to run, in this forked process."""
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # It ended before the call.
+    if os.getppid() != parent:  # The parent ended before the call.
         os._exit(1)
     os.setsid()
     _enter_namespaces(peer)
@@ -143,7 +143,7 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     multiprocessing.set_start_method(None, force=True)  # the default, not that of the parent
     status = 0
     try:
-        # torch calls it at the end of its import, which it must not be part of.
+        # torch calls this at the end of its import, but it must not be part of that import.
         importlib.import_module("byteps.c10d_plugin").autoload()
         _run(words)
     except SystemExit as stop:
@@ -153,7 +153,8 @@ def _become(peer: socket.socket, parent: int) -> NoReturn:
     except BaseException as error:
         traceback.print_exc()
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    # The interpreter's own end would also take modules apart, for longer than most tests take.
+    # The interpreter's own end would also take modules apart. This takes longer than most tests
+    # take.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

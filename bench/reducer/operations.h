@@ -148,8 +148,7 @@ void AverageLoop(char* __restrict a, const char* __restrict b, int divisor, size
   for (size_t i = 0; i < n; ++i) A::Put(a, i, (A::Get(a, i) + B::Get(b, i)) / d);
 }
 
-// Returns whether there is a plain loop of averages to compare with, as for the types with a
-// threshold.
+// Returns whether averages of the type are compared with a plain loop.
 inline bool HasPlainAverage(DType t) { return t == DType::kFloat32 || t == DType::kBFloat16; }
 
 inline void PlainAverage(DType t, bool wide, char* a, const char* b, int divisor, size_t n) {

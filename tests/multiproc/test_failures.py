@@ -118,8 +118,8 @@ def test_server_lost_before_any_worker_came(make_cluster: Callable[..., Cluster]
 def test_a_missing_scheduler_is_an_error(
     make_cluster: Callable[..., Cluster], there: str, why: str
 ) -> None:
-    """Either no process listens at the address, or a program accepts and never answers, or packets
-    are dropped (a full queue). Worker and server report it after the start timeout."""
+    """No process listens at the address, or a program accepts and never answers, or packets are
+    dropped because a queue is full. Worker and server report this after the start timeout."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)
     cluster.port = free_ports()
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def test_a_missing_scheduler_is_an_error(
 
 
 def test_scheduler_comes_late(make_cluster: Callable[..., Cluster]) -> None:
-    """Workers and servers may be started first: they keep trying."""
+    """Workers and servers may be started first, because they keep trying to connect."""
     cluster = make_cluster(workers=1, servers=1)
     cluster.port = free_ports()
     worker = cluster.start_worker(0, "failures:init_only")
@@ -201,8 +201,8 @@ def test_signals_end_nodes_that_still_wait_for_others(
 ) -> None:
     cluster = make_cluster(workers=1, servers=2, env=AT_ONCE)
     cluster.start_nodes()
-    time.sleep(1.0)  # There is no sign of a server's admission to wait for.
-    # Each gets its signal before another node can report its end.
+    time.sleep(1.0)  # The test cannot wait for a server's admission, because it leaves no sign.
+    # Each node gets its signal before another node can report the node's end.
     for node in cluster.servers:
         stop(node)
         node.send(signal.SIGTERM)
@@ -232,7 +232,7 @@ class TestWrongCluster:
         cluster.finish()
 
     def test_rank_twice_at_start(self, make_cluster: Callable[..., Cluster]) -> None:
-        """Two workers claim rank 0: the second is refused with the reason."""
+        """Two workers claim rank 0. The second one is refused with the reason."""
         cluster = make_cluster(workers=2, servers=1, env=SHORT)
         cluster.start_nodes()
         twins = [cluster.start_worker(0, "failures:init_only", title=f"twin {i}") for i in range(2)]

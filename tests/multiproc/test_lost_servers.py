@@ -70,8 +70,8 @@ def test_the_job_ends_if_no_server_replaces_a_lost_one(
 
 
 def test_a_spare_that_nobody_needs_ends_well(make_cluster: Callable[..., Cluster]) -> None:
-    """The server does not wait for another scheduler, since the present one reports that the job is
-    over."""
+    """The server does not wait for another scheduler, because the present one reports that the job
+    is over."""
     cluster = make_cluster(workers=2, servers=1, env={**WAIT, **RETURNS})
     training = start_with_spare(cluster, steps=20, pace=0.02)
     cluster.finish_with(training, [])
@@ -107,7 +107,7 @@ def test_optimizer_state_is_lost_with_its_server(make_cluster: Callable[..., Clu
     assert "load the last checkpoint" in text
 
 
-# Jobs whose scheduler dies: they go on, and another scheduler takes over.
+# Jobs whose scheduler dies. They go on, and another scheduler takes over.
 
 
 PACE = {"steps": 1_000_000, "pace": 0.03}
@@ -124,7 +124,7 @@ def test_the_job_goes_on_without_it_and_with_the_next(make_cluster: Callable[...
 
 @pytest.mark.thorough
 def test_a_scheduler_that_stands_still_is_replaced(make_cluster: Callable[..., Cluster]) -> None:
-    """A machine that is lost or cut off looks like this: no connection closes."""
+    """No connection closes, as when a machine is lost or cut off."""
     cluster = make_cluster(workers=2, servers=1, env={**RETURNS, "BYTEPS_PEER_TIMEOUT_S": "8"})
     cluster.start("lost_servers:train", steps=30, holds=[10, 20])
     wait_done(cluster, 10)

@@ -104,7 +104,7 @@ def test_all_connections_that_break_at_once_are_restored(
 def test_a_connection_to_a_silent_server_is_restored_later(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """The connection cannot be restored at once; it is restored when possible."""
+    """The connection cannot be restored at once. Nodes restore it when this is possible."""
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("failures:checked")
     cluster.wait_mark("looping", range(2))
@@ -120,8 +120,8 @@ def test_a_connection_to_a_silent_server_is_restored_later(
 
 
 def test_reconnecting_ends_after_its_time_limit(make_cluster: Callable[..., Cluster]) -> None:
-    """After the timeout a broken connection is a loss. The error names the link, both ends and the
-    limit."""
+    """A connection that stays broken for longer than the timeout counts as a loss. The error names
+    the link, both ends and the limit."""
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     (server,) = cluster.servers

@@ -206,7 +206,8 @@ def make_served(make_cluster: Callable[..., Cluster]) -> Callable[..., Replicas]
 def test_a_replica_dies_with_the_optimizer_on_the_servers(
     make_served: Callable[..., Replicas], kind: str, phase: str
 ) -> None:
-    """Each step has the bits of a set of members, and in the end all are equal."""
+    """Each step has the bits of a sum over some set of members. In the end all replicas are
+    equal."""
     job, step = make_served(3), KINDS[kind]
     dying = job.start(1, steps=14, dies=[phase, step])
     others = [job.start(number, steps=14) for number in (0, 2)]

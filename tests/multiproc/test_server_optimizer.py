@@ -104,8 +104,8 @@ def test_a_process_is_killed_at_each_phase_of_a_step(
     make_cluster: Callable[..., Cluster], victim: str
 ) -> None:
     """A rank or server is killed in each phase of a speculative step. All surviving ranks end with
-    an error that names the lost process, no rank has parameters of a step whose norm it does not
-    know, and the job resumes from its checkpoint with the bits of a job without losses."""
+    an error that names the lost process. No rank has parameters of a step whose norm it does not
+    know. The job resumes from its checkpoint with the bits of a job without losses."""
     cluster = make_cluster(workers=2, servers=2, env=KEPT)
     cluster.start_nodes()
     for life, phase in enumerate((*PHASES, None)):

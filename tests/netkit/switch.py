@@ -38,11 +38,11 @@ _HEADER_BYTES = 14
 """Bytes of an Ethernet frame in addition to the packet."""
 _MOST_BYTES = 65536
 _MOST_FRAMES = 64
-"""Most frames that are read from a host before the next host."""
+"""Largest number of frames that are read from a host before the next host's turn."""
 
 
 class SwitchError(Exception):
-    """The switch cannot be made; the text has the failed command and its error."""
+    """Raised if the switch cannot be made. The text has the failed command and its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class Rule:
     """Treatment of the packets from a host to another."""
 
     largest: int | None = None
-    """Most bytes of a packet with its IP header; larger packets are dropped without an ICMP
-    error."""
+    """Largest size of a packet in bytes, with its IP header. Larger packets are dropped without an
+    ICMP error."""
     delay_s: float = 0.0
     bytes_per_s: float | None = None
-    """The link's rate; packets that do not fit into the queue are dropped."""
+    """Rate of the link. Packets that do not fit into the queue are dropped."""
     queue_bytes: int = 3_000
-    """Most bytes in the queue of a link with a rate."""
+    """Largest number of bytes in the queue of a link with a rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ def _remove_stale() -> None:
 
 
 def available() -> bool:
-    """Tell whether this machine and user can make a switch."""
+    """Return whether this machine and user can make a switch."""
     if os.geteuid() != 0 or not TUN.exists():
         return False
     try:

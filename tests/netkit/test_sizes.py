@@ -120,12 +120,13 @@ def test_large_packets_vanish(switch: Switch, start: Start, tls: str) -> None:
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.thorough
 def test_a_slow_link_lives(switch: Switch, start: Start, run_dir: Path) -> None:
-    """At 5 kB/s a partition takes twice BYTEPS_RECONNECT_TIMEOUT_S, and the job still ends well,
-    also over a replaced connection."""
+    """At 5 kB/s a partition takes twice BYTEPS_RECONNECT_TIMEOUT_S. The job still ends well, also
+    over a replaced connection."""
     reconnect_s = 15
     options = ("--rounds", "1", "--tensors", "1", "--bytes", "131072")
     env = {"BYTEPS_RECONNECT_TIMEOUT_S": str(reconnect_s), "BYTEPS_PARTITION_BYTES": "131072"}
-    # Few packets at once, so that none waits for long: a queue of many seconds is another problem.
+    # There are few packets at once, so that none waits for long. A queue of many seconds is another
+    # problem.
     route = ("ip", "route", "replace", "10.78.0.0/24", "dev", "eth0")
     switch.run_on(THERE, *route, "cwnd", "lock", "4", "initcwnd", "2")
     processes = start(*options, env={**env, "BYTEPS_PEER_TIMEOUT_S": "200"})

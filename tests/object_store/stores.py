@@ -28,7 +28,7 @@ class Transfers:
     """Parts that S3 is receiving, each by its object's name and its number.
 
     The result does not depend on timing. Once, parts are held until `together` parts of each of
-    `objects` objects are in flight, or the time limit is over; `met` tells which.
+    `objects` objects are in flight, or until the time limit. `met` says which of the two happened.
     """
 
     together: int = 1
@@ -37,7 +37,7 @@ class Transfers:
     refuses: Callable[[str, int, int], bool] = lambda name, number, attempt: False
     """Decides whether to refuse a part at this attempt, from 1."""
     met: bool = False
-    """The number of parts in flight was reached."""
+    """Whether the number of parts in flight was reached."""
     refused: list[tuple[str, int]] = field(default_factory=list)
     _attempts: Counter[tuple[str, int]] = field(default_factory=Counter)
     _in_flight: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class Transfers:
                     environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
                     start("500 Internal Server Error", [("Content-Length", "0")])
                     return []
-                # A whole part: it is in flight until the store has it.
+                # The request has a whole part, which is in flight until the store has it.
                 return list(application(environ, start))
 
         return received

@@ -60,7 +60,7 @@ def test_checkpoints_in_a_store(kind: str, warm: tuple[Pool, Settings], run_dir:
         config.write_text(json.dumps({"profiles": {"jobs": bucket.profile}}))
         runner = Runner(pool, replace(settings, environment=environment), run_dir / "jobs")
         outcome, whole = runner.run("lost", case), runner.uninterrupted(case)
-        # The job continued from the store, which has all files; this machine has none.
+        # The job continued from the store, which has all files. This machine has none of them.
         prefix = str(outcome.folder).lstrip("/")
         names = [name for name in bucket.names() if name.startswith(prefix)]
         tracker = bucket.read(f"{prefix}/saved/latest_checkpointed_iteration.txt")
@@ -110,7 +110,7 @@ def saved(bucket: Bucket, how: str, folder: Path) -> Spawned:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", HOW)
 def test_parts_of_several_files_are_in_flight_at_once(how: str, tmp_path: Path) -> None:
-    # Each rank has a file. A part of each is refused once.
+    # Each rank has a file. One part of each file is refused once.
     transfers = Transfers(
         together=3, objects=RANKS, refuses=lambda name, number, attempt: (number, attempt) == (2, 1)
     )

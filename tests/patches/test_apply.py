@@ -1,4 +1,4 @@
-"""Assembling the trees: what they hold, what is refused, and that nothing is touched needlessly."""
+"""Assembling the trees: what they hold, what is refused, and that no file is touched needlessly."""
 
 from __future__ import annotations
 

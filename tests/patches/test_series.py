@@ -1,4 +1,4 @@
-"""Two series of one overlay: what they share stands once."""
+"""Two series of one overlay. What they share is stored once."""
 
 from __future__ import annotations
 

@@ -319,7 +319,8 @@ class Fault:
         return instead
 
     def _take_back(self, root: Path) -> None:
-        """Ends an error's effect before files are restored. A killed process restores nothing."""
+        """Ends the effect of an error before files are restored. A killed process restores
+        nothing."""
         if self._left < 0 and not self._kills:
             self._left = 1000
         if self._left >= 0:
@@ -342,7 +343,7 @@ def test_a_change_is_made_as_a_whole(
                 break
             except (Killed, OSError):
                 pass
-        # A process that takes the change back may be killed, too.
+        # The process that takes the change back may be killed, too.
         for further in range(100 if kills else 0):
             with monkeypatch.context() as patch, contextlib.suppress(Killed):
                 Fault(patch, further, kills=True)
@@ -377,7 +378,7 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
         assert result.status == 0, result.output
         return result.output
 
-    # Without --cpu, the part for CPUs is left out: a node whose driver is broken must fail.
+    # Without --cpu, the part for CPUs is left out, because a node whose driver is broken must fail.
     assert "(6 patches)" in run()
     assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
     assert not (tree / "megatron/training/cpu_platform.py").exists()

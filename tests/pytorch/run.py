@@ -34,7 +34,7 @@ KNOWN: dict[str, str] = {
     SHAPES: "torch records shapes from Python only for events that begin and end on one thread: "
     "they stand at the event of the call, `c10d::allreduce_`"
 }
-"""Tests, or checks of many tests, that pass over gloo alone, each with its reason."""
+"""Tests, or checks of many tests, that pass over gloo alone. Each has its reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,13 @@ class Compared:
     reference: str
     byteps: str
     operations: int
-    """All-reduces that went through servers, on all ranks."""
+    """Number of all-reduces that went through servers, on all ranks."""
     error: str
     without_shapes: bool
 
     @property
     def is_different(self) -> bool:
-        """Tell whether the test passes over the reference, but not through servers."""
+        """Whether the test passes over the reference, but not through servers."""
         return self.reference == "passed" != self.byteps
 
 

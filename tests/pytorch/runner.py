@@ -29,8 +29,8 @@ from tests.pytorch import stand_in
 LIMIT_S = 120.0
 """Limit of a test in seconds, against hangs."""
 BARRIER_S = 60.0
-"""Seconds that a rank waits for the others between two parts of a test. With the suite's own 10 s,
-results depend on the machine's load."""
+"""Seconds that a rank waits for the others between two parts of a test. The suite's own 10 s are
+too short: results would depend on the machine's load."""
 ERROR_CHARS = 3000
 """Characters kept from the end of each rank's output."""
 
@@ -57,7 +57,7 @@ def main() -> int:
 
 def prepare(options: argparse.Namespace) -> None:
     """Import the suite with this number of ranks."""
-    # The suite reads these at import.
+    # The suite reads these variables when it is imported.
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(options.ranks),
@@ -173,9 +173,9 @@ def _fork(case: Any, name: str, rank: int, folder: Path, options: argparse.Names
 
 
 class _Pipe:
-    """Replaces the pipe that reports errors to the suite's parent: they are in the log.
+    """Replaces the pipe that reports errors to the suite's parent. The errors are in the log.
 
-    The suite's thread waits on it together with a real pipe, so it has a file descriptor.
+    The suite's thread waits on it together with a real pipe, so it must have a file descriptor.
     """
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ def _wait(pids: Sequence[int], limit_s: float) -> list[int | None]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         if code is None:
-            with contextlib.suppress(ProcessLookupError):  # it has no session yet
+            with contextlib.suppress(ProcessLookupError):  # the process has no session yet
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return list(codes.values())

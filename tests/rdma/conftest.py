@@ -32,7 +32,7 @@ from tests.rdma.vm.kernel import VmError
 __all__ = ["make_cluster"]
 
 
-# Marks by transport. The others are RDMA with another setting.
+# Marks by transport. Transports other than "tcp" and "rdma" are RDMA with another setting.
 _MARKS = {
     "tcp": [],
     "rdma": [pytest.mark.on_rdma],
@@ -118,7 +118,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in _remote_reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    # The rest follows pytest's own protocol: leave the scopes that the next test is not in.
+    # The rest follows pytest's own protocol: it leaves the scopes that the next test is not in.
     item.session._setupstate.teardown_exact(nextitem)
     return True
 
@@ -126,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _remote_reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
     lacking = missing_tool()
     if lacking is not None:
-        # Not requires(), because this skip is a failure under CI.
+        # This is not requires(), because under CI the skip is a failure.
         where = (str(item.path), 0, f"Skipped: {lacking}")
         yield _report(item, "skipped", where)
         return
@@ -148,8 +148,8 @@ def _report(item: pytest.Item, outcome: Any, longrepr: Any) -> pytest.TestReport
 
 
 def _remote_run(item: pytest.Item) -> RemoteRun:
-    """Get the session's guest, which is started for the first test that needs it and runs all of
-    them."""
+    """Return the session's guest. The first test that needs the guest starts it, and it then runs
+    all of these tests."""
     config = item.config
     if _RUN not in config.stash:
         # Outside fixtures, pytest has no public way to the factory.
@@ -157,7 +157,7 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
         tests = config.stash[_REMOTE]
         try:
             build_meddle()
-            # Compiling in the guest is impossible or takes minutes.
+            # Compiling in the guest is impossible, or would take minutes.
             if any("test_transport.py" in test for test in tests):
                 native.build(*PROGRAMS)
             run = RemoteRun(factory.mktemp("guest") / "shared", tests)

@@ -35,7 +35,7 @@ using ps::rdma::ConnectRequest;
 
 struct QueuePair {
   ibv_qp* qp;
-  std::string plane;  // empty until this process requests a connection with it
+  std::string plane;  // empty until this process requests a connection with this plane
 };
 
 // Existing queue pairs; none is destroyed while mu is held.
@@ -98,7 +98,7 @@ void Remember(const ConnectRequest& request, uint32_t number) {
 struct Flips {
   std::mutex mu;
   size_t requests = 0;
-  std::set<rdma_cm_id*> answers;  // to be damaged
+  std::set<rdma_cm_id*> answers;  // whether this greeting is to be damaged
 };
 
 Flips& flips() {

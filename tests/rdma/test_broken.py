@@ -97,7 +97,7 @@ def test_queue_pairs_are_made_again(make_breakable: Make, run_dir: Path) -> None
 
 
 def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: Path) -> None:
-    """A bit is flipped in every third greeting of a replaced connection."""
+    """In each replaced connection, one bit is flipped in every third greeting."""
     patient = {"BYTEPS_PEER_TIMEOUT_S": "30", "BYTEPS_PARTITION_BYTES": "65536"}
     cluster = make_breakable(workers=2, servers=1, env=patient)
     cluster.start_nodes()
@@ -122,7 +122,7 @@ def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: P
 def test_reconnecting_over_rdma_ends_after_its_time_limit(
     make_breakable: Make, run_dir: Path
 ) -> None:
-    """After the time limit the peer is lost; the error names the link, both ends and the limit."""
+    """After the time limit the peer is lost. The error names the link, both ends and the limit."""
     order = run_dir / "break"
     env = {"BYTEPS_RECONNECT_TIMEOUT_S": "2", "BYTEPS_PEER_TIMEOUT_S": "60"}
     cluster = make_breakable(workers=2, servers=1, env=env)
@@ -157,7 +157,7 @@ def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane:
     break_queue_pairs(order, plane)
     wait_all(cluster.everyone(), END_S)
     broken, other = (cluster.workers[f"worker {rank}"] for rank in range(2))
-    # The error may call either end of the connection lost.
+    # The error may name either end of the lost connection.
     demand_error(broken, r"(worker 0|server \d|scheduler)\b.*lost")
     demand_error(other, r"(worker 0|server \d)\b.*lost")
     if plane == "data":
@@ -251,13 +251,14 @@ def test_place_that_was_not_offered_is_refused(make_breakable: Make) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [16 << 10, 4 << 20], ids=["16K", "4M"])
 def test_too_little_locked_memory(make_breakable: Make, limit_bytes: int) -> None:
-    """The limit is reached at the start, or when values need more memory than connections did."""
+    """The limit is reached at the start, or later, when values need more memory than connections
+    did."""
     cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_PARTITION_BYTES": "16777216"})
     cluster.start_nodes()
     worker = cluster.start_worker(0, "planes:poor", limit_bytes=limit_bytes)
     wait_all([worker], END_S)
     demand_error(worker, r"ulimit -l", r"\d+ (bytes|KiB|KB|MB)")
-    # with less, the worker never joined, and the others wait for a worker that does
+    # with a lower limit the worker would never join, and the others would wait for it
     if limit_bytes > 1 << 20:
         wait_all(cluster.everyone(), END_S)
 

@@ -1,6 +1,7 @@
 """Requirements of a transport: sums, planes, losses, several NICs.
 
-Tests over TCP are in tests/multiproc; here are those over RDMA, and what no other test has.
+Tests over TCP are in tests/multiproc. This file has those over RDMA, and those that no other file
+has.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def test_leaving_and_coming_back(make_over: Make) -> None:
 
 @pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-no-pool")
 def test_many_rounds_leave_nothing(make_over: Make, transport: Transport) -> None:
-    """Workers leak no registration, file or memory; servers are watched from outside."""
+    """Workers leak no registration, file or memory. Servers are watched from outside."""
     cluster = make_over(workers=2, servers=1, env=PATIENCE)
     cluster.run("planes:rounds", rdma=transport.is_rdma, rounds=ROUNDS, timeout_s=600)
 
@@ -146,7 +147,7 @@ def test_memory_in_the_cache_is_registered_once(make_over: Make) -> None:
 @pytest.mark.transports("rdma")
 @pytest.mark.parametrize("budget", [1 << 20, 512 << 20])
 def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int) -> None:
-    """A server's share for each worker decreases with the number of workers."""
+    """The share of a server that each worker gets decreases with the number of workers."""
     cluster = make_over(workers=3, servers=1, env={"BYTEPS_RDMA_SLOT_BYTES": str(budget)})
     cluster.start("planes:small")
     cluster.wait_mark("summed", range(3))
@@ -164,8 +165,8 @@ def test_slots_of_all_workers_fit_into_their_memory(make_over: Make, budget: int
     cluster.finish()
 
 
-# After the loss of a peer every process ends in time with an error that names the peer, or the peer
-# is replaced.
+# After the loss of a peer, every process ends in time with an error that names the peer, or the
+# peer is replaced.
 
 
 PEER_TIMEOUT_S = 4
@@ -431,7 +432,7 @@ def test_a_link_goes_down_and_comes_back(job: Job) -> None:
     _ip("link", "set", SECOND_PEER, "down")
     for rank in range(WORKERS):
         job.await_text(f"worker {rank}", r"the data connection \d with server 0.* made again after")
-    job.await_traffic(FIRST)  # the last report was made earlier, when both carried data
+    job.await_traffic(FIRST)  # the last report was made earlier, when both devices carried data
     before = job.sent()
     job.await_traffic(FIRST)
     for then, now in zip(before, job.sent(), strict=True):

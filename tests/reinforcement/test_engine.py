@@ -152,7 +152,7 @@ def run_twinkle(row: Row, *, through_byteps: bool, model: Path, out: Path) -> No
 
 
 TWINKLE_ROWS = [
-    # Each kind, mode and parallelism once.
+    # Each kind, mode and parallelism occurs once.
     Row(kind="lora", tp=2),
     Row(kind="tenants", pp=2),
     Row(mode="ray"),

@@ -30,7 +30,7 @@ from scripts.trainkit.rl_settings import EXTENSION, Settings
 
 @pytest.fixture
 def sockets(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    """verl's sender, whose request is sent, and its receiver."""
+    """verl's sender, whose request has been sent, and verl's receiver."""
     with (
         zmq.Context() as context,
         context.socket(zmq.REQ) as asks,
@@ -139,7 +139,8 @@ def test_shared_memory_that_nobody_has_is_removed(prefix: str) -> None:
     held, left = (shared_memory.SharedMemory(name=name, create=True, size=8) for name in names)
     try:
         left.close()
-        assert names[1] not in runs.remove_leftovers(time.time() + 60)  # it is older than the run
+        # The file is older than the run.
+        assert names[1] not in runs.remove_leftovers(time.time() + 60)
         removed = runs.remove_leftovers(began)
         assert names[1] in removed and names[0] not in removed
         assert not Path("/dev/shm", names[1]).exists()
@@ -190,7 +191,7 @@ def test_progress_between_failures_counts() -> None:
     assert runs.repeat(lambda: next(statuses), lambda: next(checkpoints), restarts=1) == 0
     statuses = iter([1, 7, 0])
     assert runs.repeat(lambda: next(statuses), lambda: "2", restarts=1) == 7
-    assert next(statuses) == 0  # it did not start
+    assert next(statuses) == 0  # the process did not start
 
 
 def test_what_earlier_attempts_logged_is_kept(
@@ -316,13 +317,13 @@ def test_a_spare_replaces_a_lost_rank_of_five_roles(
     before, after = (
         json.loads(line) for line in re.findall(r"ranks are processes (\[[\d, ]+\])", log)
     )
-    # The other rank's process is the same one.
+    # The process of the other rank is still the same one.
     assert len(before) == len(after) == 2
     assert before[0] == after[0] and before[1] != after[1]
     assert f"rank 1 (process {before[1]}) was lost; a spare (process {after[1]}) took" in log
     assert "the next step is done" in said
     assert [step.number for step in rl.read_steps(folder)] == [1, 2, 3, 4]
-    # A function would score 0 or 1.
+    # A function would give a score of 0 or 1.
     samples = (folder / "samples" / "1.jsonl").read_text().splitlines()
     scores = [json.loads(line)["score"] for line in samples]
     assert len(scores) == 16 and any(score not in (0.0, 1.0) for score in scores)

@@ -108,7 +108,7 @@ def test_a_rank_computes_with_as_many_responses_as_its_task_allows() -> None:
     logs = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     assert {f"{micro}=32", f"{logs}=64"} < set(settings(task=SUMS).overrides())
     assert {f"{micro}=8", f"{logs}=8"} < set(settings(task=CHAT).overrides())
-    # Six of a rank's eighteen samples in a step; three of its nine in an update.
+    # These are six of a rank's eighteen samples in a step, and three of its nine in an update.
     few = settings(task=CHAT, prompts=6, responses=6).overrides()
     assert {f"{micro}=3", f"{logs}=6"} < set(few)
 
@@ -134,7 +134,7 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         data = {"critic/score/mean": reward, "actor/kl_loss": 0.01 * number}
         data |= {"training/rollout_probs_diff_max": 0.02, "timing_s/step": 1.5}
         lines.append({"step": number, "data": data})
-    # The run restarted after step 3: the last record counts.
+    # The run restarted after step 3, so the last record of a step counts.
     for name, written in (("steps.1.jsonl", lines[:4]), ("steps.jsonl", lines[4:])):
         text = "".join(json.dumps(line) + "\n" for line in written) + '{"step": 9'
         (tmp_path / name).write_text(text)
@@ -278,7 +278,7 @@ def test_the_reward_has_to_rise(steps: int, rise: float, good: bool) -> None:
 
 
 def test_few_steps_do_not_tell_of_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first steps are the last steps: no reward could fail."""
+    """The first steps are the last steps, so no reward could fail."""
     steps = [SimpleNamespace(grad_norm=0.0), SimpleNamespace(grad_norm=0.1)]
     outcome: Any = SimpleNamespace(first_reward=0.5, last_reward=0.5, steps=steps)
     rise = rl.parse(["--steps", "3"]).rise
@@ -374,7 +374,7 @@ def test_a_users_own_command_line(
     variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
     theirs.append(f"{variables}.VERL_FILE_LOGGER_PATH={settings.folder}/steps.jsonl")
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
-    # With `auto`, operations for which a reduce-scatter is as fast would use that.
+    # With `auto`, operations for which a reduce-scatter is as fast would use a reduce-scatter.
     route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_backend=flat"
     command += [*theirs, *recipe(*scheduler), route]
     assert EXTENSION in " ".join(theirs)  # everything else for a CPU is in the environment

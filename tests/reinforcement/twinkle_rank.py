@@ -1,7 +1,7 @@
 """A rank that trains with Twinkle, through BytePS or all-reduce: ``ROW 0|1 MODEL OUT``.
 
-ROW is a `Row` as JSON; under Ray this is its driver. The folder OUT gets the trained model as HF
-files and, except under Ray, the parameters of each rank.
+ROW is a `Row` as JSON. Under Ray this process is the row's driver. The folder OUT gets the trained
+model as HF files and, except under Ray, the parameters of each rank.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def build(row: Row, through_byteps: bool, folder: str, mesh: Any) -> Any:
     model = make(
         folder,
         device_mesh=mesh,
-        # A single host: by default nothing would go to servers.
+        # All ranks are on a single host, so by default nothing would go to servers.
         ddp_config=(
             {"use_dpu_reduce": True, "dpu_reduce_backend": "flat"} if through_byteps else {}
         ),

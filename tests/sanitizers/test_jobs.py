@@ -70,7 +70,7 @@ def test_connections(programs: Path, run_dir: Path) -> None:
 @pytest.mark.requires("clang")
 @pytest.mark.timeout(LIMIT_S)
 def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: Path) -> None:
-    """ThreadSanitizer detects it, so tcp/socket.h must not annotate too much."""
+    """ThreadSanitizer detects this race, so tcp/socket.h must not annotate too much."""
     if not programs.name.endswith("thread"):
         return
     log = run_dir / "connection_test.log"
@@ -95,7 +95,7 @@ def test_a_whole_job(programs: Path, run_dir: Path) -> None:
         job.finish()
 
 
-# A short run of each fuzzer: its corpus, which has all earlier findings, and some new inputs.
+# A short run of each fuzzer, with its corpus, which has all earlier findings, and some new inputs.
 
 
 RUNS = {"membership": 1_000, "server": 1_000}

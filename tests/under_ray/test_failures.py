@@ -55,7 +55,7 @@ def test_a_failure_is_survived(runner: Runner, name: str) -> None:
     for recovered in outcome.of("recovered"):
         parts = recovered["phases"].seconds()
         assert {"noticed", "ended", "servers", "started", "groups", "step"} <= set(parts)
-    if case.blames.endswith("hung") and name != "frozen":  # A stopped process writes nothing.
+    if case.blames.endswith("hung") and name != "frozen":  # A stopped process writes no file.
         for log in (outcome.folder / "logs").glob("rank?.log"):
             assert "Current thread" in log.read_text()
 
@@ -130,7 +130,8 @@ def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
 def test_a_job_leaves_a_machine_that_is_drained(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job saves a checkpoint after the step in which Ray drains a machine: it repeats none."""
+    """Ray drains a machine, and the job saves a checkpoint after the current step. So it repeats no
+    step."""
     away = {""}
 
     def note(event: dict[str, Any], job: Job) -> None:
@@ -200,7 +201,7 @@ FROM_MEMORY = {
         Case(title="", faults=[_fault(1, "actor")], arguments=["--use-distributed-optimizer"]),
         NEWEST,
     ),
-    # Memory gets no state of the step between, which a checkpoint has.
+    # Memory gets no state of the step between. The checkpoint has one.
     "midway": (
         Case(title="", faults=[_fault(rank, "kill", f"memory:{NEWEST}") for rank in (0, 1)]),
         NEWEST - 2 * EVERY,
@@ -223,7 +224,7 @@ FROM_MEMORY = {
     [pytest.param(n, marks=[pytest.mark.thorough] if n == "tp2" else []) for n in FROM_MEMORY],
 )
 def test_a_recovery_reads_no_checkpoint(runner: Runner, name: str) -> None:
-    """``midway``: a state that is only partly stored is not used, but the state before it is."""
+    """``midway``: a state that is stored only partly is not used. The state before it is used."""
     case, step = FROM_MEMORY[name]
     outcome = _run(runner, f"memory-{name.replace(' ', '-')}", case)
     assert problems(case, outcome, runner.uninterrupted(case)) == []
@@ -297,7 +298,7 @@ LIMIT_S = 500.0
 
 
 def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) -> None:
-    del pool  # the job takes the rest of its cluster
+    del pool  # The job takes the rest of its cluster.
     folder = run_dir / "job"
     hold = {"generation": 0, "rank": 0, "when": STRIKE, "what": f"hold:{run_dir}/never"}
     variables = {**ENVIRONMENT, "SCRIPTED_FAULTS": json.dumps([hold])}

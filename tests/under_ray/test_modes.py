@@ -87,7 +87,8 @@ def test_a_script_runs_in_both_modes(pool: Pool, run_dir: Path) -> None:
 # Ranks under Ray compute the same as ranks under torchrun, to the last bit.
 
 
-# Layouts of four ranks, the size of the pool; `make ray-layouts` runs all, and adapters.
+# Layouts of four ranks, which is the size of the pool. `make ray-layouts` runs all layouts, and
+# adapters.
 _CELLS = [
     pytest.param(cell, id=cell.name)
     for cell in CELLS
@@ -354,7 +355,7 @@ def _start(log: Path, short: str) -> tuple[subprocess.Popen[bytes], str]:
         command += ["--node-ip-address", "127.0.0.1", "--port", str(gcs), "--temp-dir", short]
         command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
         command += ["--dashboard-agent-listen-port", "0", "--object-store-memory", str(100 << 20)]
-        # Ray refuses to use a port twice, and its workers would take all from 10002 to 19999.
+        # Ray refuses to use a port twice. Its workers would take all ports from 10002 to 19999.
         command += ["--min-worker-port", "0", "--max-worker-port", "0"]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -373,7 +374,7 @@ def _start(log: Path, short: str) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until the URL answers; False if the process ends first."""
+    """Wait until the URL answers. Return False if the process ends first."""
     while process.poll() is None:
         try:
             with urllib.request.urlopen(url, timeout=10):

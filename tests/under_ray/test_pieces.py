@@ -128,7 +128,7 @@ def test_steps_that_a_lost_rank_did_not_say_are_known_from_another() -> None:
 
     assert missing() == []
     assert take(1, 5, 6) == [True, True]
-    assert take(0, 5) == [False] and missing() == []  # behind the reporter
+    assert take(0, 5) == [False] and missing() == []  # the report comes after the reporter's end
     assert take(2, 5, 6, 7, 8) == [False] * 4
     assert take(0, 6, 7) == [False] * 2
     assert missing() == [(2, 7), (2, 8)]
@@ -200,7 +200,7 @@ def _order(folder: Path, text: str) -> dict:
 
 
 def _wait_gone(pid: int) -> None:
-    """Wait until the process has ended; only the test's own limit applies."""
+    """Wait until the process has ended. Only the test's own time limit applies."""
     while True:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -244,7 +244,8 @@ def test_an_error_ends_a_rank_with_its_text(actor: RankActor, tmp_path: Path) ->
 
 
 def test_a_rank_s_descriptors_stay_open_to_its_end(actor: RankActor, tmp_path: Path) -> None:
-    """Descriptors that had the fork server's numbers are not closed a second time."""
+    """Descriptors are not closed a second time if they have the numbers of the fork server's
+    descriptors."""
     assert actor.warm(120.0) == ""
     text = """
 import os, sys
@@ -302,7 +303,7 @@ while not os.path.exists(f"{os.path.dirname(__file__)}/go"):
 def test_a_machine_outlives_an_actor_that_is_lost_during_the_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last message of its standby is lost without ending the fork server."""
+    """The last message of a standby is lost. This does not end the fork server."""
     (tmp_path / "slow.py").write_text(SLOW)
     # With a GPU, each standby does its own imports.
     facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": ["0"]}

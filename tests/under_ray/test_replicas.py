@@ -97,7 +97,7 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
     port = free_ports(3, host="0.0.0.0")
     first, second = run(settings, run_dir / "job", faults, BYTEPS_METRICS_PORT=str(port))
     assert not of(first, "failure"), "it goes on"
-    # All are on the same machine with different ports.
+    # All ranks are on the same machine, with different ports.
     lists = [run_dir / "job" / name / "prometheus.json" for name in ("", "replica0", "replica1")]
     addresses = [json.loads(path.read_text())[0]["targets"][0] for path in lists]
     assert [int(where.rpartition(":")[2]) for where in addresses] == [port, port + 1, port + 2]
@@ -113,7 +113,7 @@ def test_a_lost_replica_is_restarted_alone(pool: Pool, settings: Settings, run_d
 def test_a_replica_leaves_a_machine_that_is_drained(
     pool: Pool, settings: Settings, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All replicas are on one machine here, so that Ray reports draining to only one of them."""
+    """All replicas are on one machine here, so Ray reports draining to only one of them."""
     there = {"node": ""}
 
     def draining() -> set[str]:
@@ -204,7 +204,7 @@ def test_a_lost_server_of_replicas_is_replaced(
 
 
 def test_a_lost_server_is_replaced(runner: Runner, settings: Settings) -> None:
-    """A server is replaced without a restart of ranks, without replicas too."""
+    """A server is replaced without a restart of ranks, also in a job without replicas."""
     environment = {**settings.environment, "BYTEPS_REPLACE_SERVERS_S": "300"}
     there = Runner(runner.pool, replace(settings, environment=environment), runner.folder)
     case = replace(CASES["server"], title="a server is replaced", generations=1, blames="")
@@ -405,7 +405,7 @@ def test_a_machine_is_cut_off_and_comes_back(machines: Machines, run_dir: Path) 
             machines.emulation.cut_link(lost, 0, cut=True)
             _await(lambda: at(1, 1), "no steps on another machine")
             machines.emulation.cut_link(lost, 0, cut=False)
-            # Ray considers the node lost; the rank there ends with its node, and a new node joins.
+            # Ray considers the node lost. The rank on it ends with the node, and a new node joins.
             machines.wait_end(lost)
             machines.start(lost, 1)
             assert driver.wait(BLINK_LIMIT_S) == 0, (run_dir / "driver.log").read_text()

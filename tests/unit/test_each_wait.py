@@ -31,7 +31,7 @@ NEVER_REACHED = {
         "join",
     ): "a tail call, which leaves no frame on the stack",
 }
-"""Reason why these jobs never reach the line, by file and part of the line."""
+"""For each file and part of a line: the reason why these jobs never reach the line."""
 LIMIT_S = 280
 EXHAUSTIVE_LIMIT_S = 3000
 

@@ -99,7 +99,7 @@ def test_environments_without_a_cluster_are_accepted(env: dict[str, str]) -> Non
 def test_restarts_with_the_store_of_ended_ranks_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """torch's own groups fail there before an error of ours could explain."""
+    """torch's own groups would fail there before an error of ours could explain the reason."""
     env = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in (
         ("TORCHELASTIC_MAX_RESTARTS", "0"),
@@ -141,11 +141,11 @@ def servers(cores: Sequence[Sequence[int]], count: int = 1, **change: object) ->
         (servers([range(128)] * 8, gbps=10.0, nodes=2), 2, 4, 128),
         # A rate that the kernel does not report is assumed to be 40.
         (servers([range(16)], gbps=0.0), 4, 4, 16),
-        # Half of the cores that the ranks leave, and at least a thread of each kind.
+        # Servers get half of the cores that the ranks leave, and at least one thread of each kind.
         (servers([range(8)] * 4, gbps=100.0), 1, 1, 8),
         (servers([range(2)] * 2), 1, 1, 2),
         (servers([range(64)] * 8, quota=12.0), 1, 1, 12),
-        # Each rank is bound to some cores by the launcher.
+        # The launcher binds each rank to some cores.
         (servers([range(8), range(32, 40)]), 3, 4, 16),
     ],
 )
@@ -174,7 +174,7 @@ def test_threads_that_are_named_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("near", "cores"),
     [
-        # The second of two NUMA nodes, with the NIC; then a node with too few cores.
+        # The second of two NUMA nodes has the NIC. Then comes a node with too few cores.
         (range(16, 32), range(16, 32)),
         (range(30, 34), range(32)),
         ((), range(32)),
@@ -405,7 +405,7 @@ class TestChild:
         child.signal(signal.SIGTERM)
         assert child.wait(time.monotonic() + 30)
         assert (child.status, child.failed) == (-signal.SIGTERM, False)
-        child.signal(signal.SIGTERM)  # no process gets it
+        child.signal(signal.SIGTERM)  # no process gets this port
         assert capfd.readouterr().err == ""
 
     def test_missing_program(self, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ class TestChild:
             Child("helper", [str(tmp_path / "nothing")], os.environ, tmp_path / "helper.log")
 
     def test_outlives_the_thread_that_asked_for_it(self, tmp_path: Path) -> None:
-        """The kernel sends the parent-death signal when the forking thread ends, so that thread
+        """The kernel sends the parent-death signal when the forking thread ends. So this thread
         must outlive the caller's thread."""
         code = (
             "import ctypes, time\n"
@@ -503,7 +503,7 @@ class TestEnd:
     def test_terminates_after_the_deadline(
         self, nodes: EmbeddedNodes, add: Add, hurries: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The other ranks may be waiting for this process to end."""
+        """Other ranks may be waiting for this process to end."""
         helper = add("import time; time.sleep(600)")
         monkeypatch.setenv("BYTEPS_OP_TIMEOUT_S", "600" if hurries else "0.1")
         embedded.leave()

@@ -55,7 +55,8 @@ def row(predicted: Forecast, *flags: str) -> Row:
 
 
 def test_plain_megatron_is_compared_with_its_own_best_flags() -> None:
-    """4 hosts x 2 ranks, fp32 gradients: 7/8 of 4 and of 2 bytes leave a host if sharded over all.
+    """4 hosts with 2 ranks each, and fp32 gradients. If everything is sharded over all ranks, 7/8
+    of 4 bytes and of 2 bytes leave a host.
 
     With an instance per host and bf16, 3/4 of 2 bytes leave a host twice.
     """
@@ -183,7 +184,7 @@ def test_fsdp2_gathers_parameters_twice(flags: tuple[str, ...], nbytes: float) -
 def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
     change: dict[str, Any], limit: str
 ) -> None:
-    """Cases: a fast NIC for each of 8 GPUs, too few cores, and a backward pass that hides
+    """Cases in turn: a fast NIC for each of 8 GPUs, too few cores, and a backward pass that hides
     everything."""
     machines = Machines(**{"hosts": 8, "gpus": 8, **change})
     kind = replace(dense(8, 8), elements=7e9)
@@ -246,8 +247,8 @@ def test_servers_on_the_hosts_gain_by_few_bits(
 
 
 def test_one_rank_a_host_with_fp32_gradients() -> None:
-    """4 bytes per element. A ring sends 2 * 3/4 of them per host, a push all of them, and a push in
-    bf16 half of them."""
+    """An element has 4 bytes. A host sends 2 * 3/4 of them in a ring, all of them in a push, and
+    half of them in a push in bf16."""
     predicted = forecast(Training(kinds=(dense(4, 1),)), network_of(4))
     ring, flag = predicted.rows[0], row(predicted, USE)
     assert ring.gradients == pytest.approx(6 * ELEMENTS) and ring.parameters == 0
@@ -263,8 +264,8 @@ def test_one_rank_a_host_with_fp32_gradients() -> None:
 def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
     """bf16 gradients, distributed optimizer in one instance, 4 hosts x 2 ranks.
 
-    For the gradients, 7/8 of 2 bytes leave a host, and 7/8 for the parameters; servers receive 2
-    and send 2 at once.
+    Over NCCL, 7/8 of an element's 2 bytes leave a host for the gradients, and 7/8 of 2 bytes for
+    the parameters. Servers receive 2 bytes and send 2 bytes at the same time.
     """
     training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
     predicted = forecast(training, network_of(4))
@@ -290,7 +291,7 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
 
 
 def test_groups_that_share_a_host_share_its_nic() -> None:
-    """Tensor parallelism of 8 on hosts of 8 GPUs: 8 groups with a rank per host."""
+    """Tensor parallelism of 8 on hosts of 8 GPUs makes 8 groups, each with a rank per host."""
     predicted = forecast(Training(kinds=(dense(4, 1, groups=8),)), network_of(4))
     assert predicted.rows[0].gradients == pytest.approx(48 * ELEMENTS)
     flag = row(predicted, USE)
@@ -299,7 +300,8 @@ def test_groups_that_share_a_host_share_its_nic() -> None:
 
 
 def test_stages_on_hosts_of_their_own_share_the_servers() -> None:
-    """Two groups of four hosts each share eight servers: a server takes an eighth of each push."""
+    """Two groups of four hosts each share eight servers, so a server takes an eighth of each
+    push."""
     kind = Kind(name="dense", groups={(0, 1, 2, 3): 1, (4, 5, 6, 7): 1}, elements=ELEMENTS)
     flag = row(forecast(Training(kinds=(kind,)), network_of(8)), USE)
     assert flag.gradients == pytest.approx(4 * ELEMENTS) == flag.server
@@ -339,7 +341,7 @@ def test_inside_one_host_there_is_nothing_to_say() -> None:
         (dense(4, 2), 4, None),
         # A single rank would be an instance that shards nothing.
         (dense(4, 1), 1, None),
-        # An instance consists of consecutive members, and here these are on different hosts.
+        # An instance has consecutive members. Here these are on different hosts.
         (Kind(name="dense", groups={(0, 1, 2, 3) * 2: 1}, elements=ELEMENTS), 1, None),
     ],
 )
@@ -387,7 +389,7 @@ def test_the_answer_names_what_a_job_does_not_have(has: dict[str, Any], text: st
 @pytest.mark.parametrize(("name", "nbytes"), [("int8", 1.016), ("int4", 0.516)])
 @pytest.mark.parametrize("how", ["wire", "accepts"])
 def test_few_bits_that_the_user_agrees_with_are_advised(name: str, nbytes: float, how: str) -> None:
-    """A job with few bits, or whose user accepts them, sees their gain.
+    """A job that sends few bits, or whose user accepts them, is shown their gain.
 
     For other jobs they are recommended only with a note on the loss.
     """

@@ -1,4 +1,4 @@
-"""Ranks meet in a store that still has entries of processes before a restart."""
+"""Ranks meet in a store that still has entries of processes from before a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LIMIT_S = 60.0
 def met(
     store: dist.Store, members: Sequence[int], size: int, limit_s: float = LIMIT_S
 ) -> list[str]:
-    """Return the prefixes that these members get. Each comes when the one before it waits."""
+    """Return the prefixes that these members get. Each member comes when the one before it
+    waits."""
     with ThreadPoolExecutor(size) as pool:
         deadline = time.monotonic() + limit_s
         come = [pool.submit(meet, store, "name", member, size, deadline) for member in members]

@@ -100,7 +100,7 @@ def test_each_rank_gets_exactly_the_shard_it_owns(
             got += _reduced(piece, local)[begin:end]
         own_shard = owned[host][local]
         assert got == list(range(own_shard * size, (own_shard + 1) * size))
-    # Ranks must agree on every reduce-scatter, so their plans differ only in `wanted`.
+    # Ranks must agree on every reduce-scatter, so their plans may differ only in `wanted`.
     plans = {
         tuple(piece.scatters for piece in shard_pieces(shards * size, owned, h, i, pieces) or ())
         for h, i in itertools.product(range(hosts), range(per_host))
@@ -266,8 +266,8 @@ def test_ranks_load_their_shards_and_gather_any_range(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_values_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
-    """The order of additions does not depend on an element's index. A ring would begin with another
-    rank in each part."""
+    """The order of additions does not depend on an element's index. A ring would begin each part
+    with another rank."""
     random = torch.Generator().manual_seed(size)
     same = [(torch.randn(8, generator=random) * 10**rank).to(dtype) for rank in range(size)]
 
@@ -292,7 +292,7 @@ def test_parts_are_summed_and_gathered(size: int, dtype: torch.dtype) -> None:
         source = torch.arange(5 * size).add(rank).to(dtype)
         whole = torch.zeros_like(source)
         here, elsewhere = whole.chunk(size)[rank], torch.empty(5, dtype=dtype)
-        for part in (elsewhere, here):  # the second is in its place already
+        for part in (elsewhere, here):  # the second piece is in its place already
             whole.zero_()
             group.reduce_scatter(part, source)
             group.all_gather(whole, part)
@@ -387,7 +387,7 @@ def test_what_was_started_is_waited_for_when_something_fails(starts: str, waits:
 def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "BYTEPS_HOST_ID")
     for name in (*ours, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        # Set and deleted, so that the test's own changes are undone too.
+        # Set and deleted through monkeypatch, so that it also undoes the test's own changes.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(world, "host_name", lambda: "mine")

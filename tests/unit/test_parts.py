@@ -42,7 +42,7 @@ LIMIT_S = 280
 
 
 def test_a_scheduler_needs_nothing_of_recovery(run_dir: Path) -> None:
-    """A scheduler without the code of recovery runs jobs, and ends them at the first loss."""
+    """A scheduler without the code of recovery runs jobs. It ends them at the first loss."""
     program = native.build("scheduler_without_recovery") / "scheduler_without_recovery"
     run(program, "*", run_dir / "test.log")
 
@@ -77,7 +77,7 @@ def test_a_server_without_recovery_sums_and_fails_what_lacks_a_lost_worker(unit_
 
 MARKS = {
     "Invariant": pytest.mark.breaks_invariant,
-    # These suites wait for late messages.
+    # These suites wait for messages that come late.
     **dict.fromkeys(
         (
             "Deterministic/AbsentTest",
@@ -162,8 +162,8 @@ def test_each_part_of_the_connection_test(connection_test: Path, run_dir: Path, 
 @pytest.mark.thorough
 @pytest.mark.timeout(CONNECTION_LIMIT_S)
 def test_damage_at_every_place(connection_test: Path, run_dir: Path) -> None:
-    """Every bit of a greeting is flipped once; at each byte it is cut, held, or extended by
-    a byte."""
+    """Every bit of a greeting is flipped once. At each byte the greeting is cut, held, or extended
+    by a byte."""
     run(connection_test, "Greeting.*", run_dir / "test.log", thorough=True)
 
 
@@ -242,7 +242,7 @@ def simulate(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_schedules_of_messages_and_losses() -> None:
-    """Jobs of `make simulate` keep all conditions; their seeds follow those of the next test."""
+    """Jobs of `make simulate` keep all conditions. Their seeds follow those of the next test."""
     said = simulate("--from", f"{FEW_SEEDS + 1}", "--seeds", "1400")
     assert "1400 schedules held" in said
     # If no job had a loss, the test would show nothing.
@@ -257,7 +257,8 @@ def reached(said: str) -> dict[str, int]:
 
 
 def test_few_seeds_reach_rare_branches() -> None:
-    """A simulation that never takes rare branches would pass, too."""
+    """A simulation that never takes rare branches would pass, too, so all probes must be
+    reached."""
     said = simulate("--seeds", f"{FEW_SEEDS}")
     assert f"{FEW_SEEDS} schedules held" in said
     jobs = reached(said)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # it compiles each build
 OVERLAY = Path(__file__).parents[2] / "byteps"
 LIMIT_S = 240.0
 NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # values of base/dtype.h
-# The flags of CMakeLists.txt.
+# The flags are those of CMakeLists.txt.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # The shipped build, which chooses code for this machine, and a build for the oldest machine.
 BUILDS = {"shipped": [], "oldest": ["-DBYTEPS_MULTIVERSION="]}
@@ -167,7 +167,7 @@ def mean_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def rounds_roots() -> bool:
-    """Tell whether torch's square roots are correctly rounded; on some CPUs they are not."""
+    """Return whether torch's square roots are correctly rounded. On some CPUs they are not."""
     values = torch.rand(COUNT)
     return torch.equal(values.sqrt(), values.double().sqrt().float())
 
@@ -181,8 +181,9 @@ def demand_as_torch(computed: list[torch.Tensor], theirs: Reference, exact: Refe
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # otherwise torch does not fuse
         if exact_roots:
             assert ulps(computed[0], others[0]) <= 1
-        # With inexact square roots, a step may be off by its own ulp, which is at most some
-        # learning rates. A parameter's ulp was twice as large before it fell below a power of two.
+        # If square roots are inexact, a step may be off by its own ulp, which is at most some
+        # learning rates. A parameter's ulp was twice as large before the parameter fell below a
+        # power of two.
         size = torch.maximum(computed[0].abs(), others[0].abs())
         limit = 2 * (torch.nextafter(size, size + 1) - size) + 2.0**-23 * 4 * STEPS * rate(1)
         assert bool(((computed[0] - others[0]).abs() <= limit).all())
@@ -307,7 +308,8 @@ def test_zeros(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: int
 
 HALVES = (torch.bfloat16, torch.float16)
 DIVISORS = (1, 2, 3, 4, 6, 7, 12, 24, 1000, 4095, 2_097_151, 2_097_153)
-# The shipped build, which chooses code for this machine; the oldest machine; and one between them.
+# Three builds: the shipped one, which chooses code for this machine; one for the oldest machine;
+# and one for a machine between them.
 REDUCER_BUILDS = {"shipped": [], "oldest": ["-DBYTEPS_MULTIVERSION="]}
 if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
     REDUCER_BUILDS["v3"] = ["-DBYTEPS_MULTIVERSION=", "-march=x86-64-v3"]

@@ -23,7 +23,7 @@ INTERNAL = [name for name, audience in ROW.findall(TABLE) if audience == "kInter
 LAUNCHERS = [name for name, audience in ROW.findall(TABLE) if audience == "kLauncher"]
 GONE = re.findall(r'^      \{"(\w+)",\s+"(.+)"\},$', TABLE, re.M)
 
-INTEGERS = {  # name: (least, greatest); None if only the least matters
+INTEGERS = {  # name: (least value, greatest value); None if only the least value is limited
     "DMLC_PS_ROOT_PORT": (0, 65535),
     "DMLC_NUM_WORKER": (1, None),
     "DMLC_NUM_SERVER": (1, None),
@@ -99,7 +99,7 @@ def bad_values() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "value"), bad_values())
 def test_bad_value_is_refused(ask: Ask, name: str, value: str) -> None:
-    """Exit status 2 and a line with the variable, its value and the allowed values."""
+    """The exit status is 2, and a line has the variable, its value and the allowed values."""
     cluster = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9"}
     role = [] if name == "DMLC_ROLE" else ["--role", "server"]
     said = ask(*role, **{**cluster, "BYTEPS_START_TIMEOUT_S": "1", name: value})
@@ -186,7 +186,7 @@ def test_committed_document_is_the_generated_one(ask: Ask) -> None:
         ("DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"),
         ("BYTEPS_NUM_WORKER", "DMLC_NUM_WORKER"),
         ("BYTEPS_SERCET", "BYTEPS_SECRET"),
-        # Names that are too different from ours, despite common parts.
+        # Names that are too different from ours, although they have parts in common.
         ("BYTEPS_FOO", None),
         ("BYTEPS_SCHEDULING_CREDIT", None),
         ("BYTEPS_DEBUG_SAMPLE_TENSOR", None),

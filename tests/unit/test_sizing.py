@@ -46,7 +46,7 @@ def test_times_are_the_cost_models() -> None:
     row, needs = best(chosen)
     assert chosen.spare == 4
     assert row.seconds == pytest.approx(2.0) and row.gain == pytest.approx(cost_model.gain(4, 4))
-    # Each byte comes in, goes out and is added, at 1e9 per second; one more core does other work.
+    # Each byte comes in, goes out and is added, at 1e9 per second. One more core does other work.
     assert needs.server_cores == 4
     # A worker adds nothing.
     assert needs.worker_cores == 3 and needs.worker_bytes == 0
@@ -104,11 +104,11 @@ def test_copies_of_the_state_take_memory_and_bandwidth_of_servers() -> None:
     both = [choice(8, replace(machines, backup=on), optimizer="servers") for on in (False, True)]
     plain, copied = (each.needs(each.forecast.best) for each in both)
     times = [each.forecast.best.seconds for each in both]
-    # Each of the eight machines keeps 2e9 / 8 bytes of the model. It receives as much from each of
-    # 4 hosts. With copies it also receives as much from another machine: 5 parts instead of 4.
+    # Each of the eight machines keeps 2e9 / 8 bytes of the model. It receives as many from each of
+    # 4 hosts. With copies it receives as many from another machine, too: 5 parts instead of 4.
     assert copied.nic_gbps * times[1] == pytest.approx(plain.nic_gbps * times[0] * 5 / 4)
-    # A copy needs as much memory as the state, 14 bytes per parameter, and the last answer (2
-    # bytes) twice.
+    # A copy needs memory for the state, 14 bytes per parameter, and twice for the last answer of 2
+    # bytes.
     more = copied.server_bytes - plain.server_bytes
     assert more == pytest.approx(1e9 / 8 * (14 + 2 + 2), rel=0.01)
 
@@ -151,7 +151,8 @@ def test_servers_on_a_workers_host_need_its_cores() -> None:
     servers = chosen.forecast.network.servers
     assert (servers.per_machine, servers.local) == (1, 1)
     row = chosen.forecast.by_servers()[0]
-    # A third of 2e9 bytes is summed there: from two hosts, to two hosts, added.
+    # A third of 2e9 bytes is summed on each machine: it comes from two hosts, is added, and goes to
+    # two hosts.
     busy = cost_model.core_seconds(servers, 2e9, 2e9, core_rate=1e9, add_rate=1e9)
     assert busy.host == pytest.approx(4 + 2 * 3 * 2 / 3)
     assert chosen.needs(row).worker_cores == busy.host / row.seconds + 1

@@ -98,7 +98,8 @@ def both(*call: str) -> list[tuple[str, ...]]:
     ],
 )
 def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, waits: bool) -> None:
-    """The model takes parameters when all buckets have theirs, so that a rank never mixes steps."""
+    """The model takes parameters only when all buckets have theirs. So a rank never mixes the
+    parameters of two steps."""
     machine, calls = machine_of(clip)
     machine.push(GROUPS)
     assert calls == both("push", "tried" if clip == "speculate" else "norm") + both("wait", "push")
@@ -110,7 +111,8 @@ def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, wa
 
 
 def test_a_bucket_that_is_clipped_by_itself() -> None:
-    """If one bucket is clipped by its own norm, the other keeps its speculative parameters."""
+    """If one bucket is clipped by its own norm, the other bucket keeps its speculative
+    parameters."""
     machine, calls = machine_of("speculate")
     machine.push(GROUPS)
     calls.clear()
@@ -121,7 +123,7 @@ def test_a_bucket_that_is_clipped_by_itself() -> None:
 
 @pytest.mark.parametrize("clip", ["speculate", "wait"])
 def test_gradients_of_a_scaled_loss(clip: str) -> None:
-    """Tried and clipped steps both use gradients that are scaled back."""
+    """Steps that were tried and steps that were clipped both use gradients that are scaled back."""
     machine, calls = machine_of(clip)
     machine.push(GROUPS, 0.25)
     calls.clear()
@@ -186,7 +188,8 @@ def overlapped(clip: str = "wait", fails: str = "") -> tuple[StepMachine, list[t
 
 
 def test_a_forward_pass_takes_parameters_as_it_needs_them() -> None:
-    """The first layers' parameters are requested first, and a module waits only for its own."""
+    """The parameters of the first layers are requested first. A module waits only for its own
+    parameters."""
     machine, calls = overlapped()
     first, last = machine._buckets[1], machine._buckets[0]
     assert calls == [("b", "finish", "0.5"), ("a", "finish", "0.5")]
@@ -241,7 +244,8 @@ def test_parameters_that_do_not_come_fail_the_step() -> None:
 
 
 def test_a_job_that_is_left_takes_parameters_in_flight_with_it() -> None:
-    """If a job is left with parameters in flight, no forward pass mixes parameters of two steps."""
+    """If the model leaves a job with parameters in flight, no forward pass mixes parameters of two
+    steps."""
     machine, calls = overlapped()
     calls.clear()
     in_flight.forget()
@@ -339,7 +343,7 @@ def test_a_storage_is_known_once_and_forgotten_when_it_is_resized(extension: Eng
             in_flight.will_be_sent(view)
     assert list(extension.known.values()) == [(tensor.data_ptr(), 4000)]
     for round_ in range(2, 5):
-        # Megatron and its trainers use both: the old interface and the new.
+        # Megatron and its trainers use both interfaces, the old one and the new one.
         (tensor.storage() if round_ % 2 else tensor.untyped_storage()).resize_(0)
         assert extension.known == {}
         (tensor.storage().resize_(1000) if round_ % 2 else tensor.untyped_storage().resize_(4000))
@@ -399,7 +403,7 @@ def land(stream: Any) -> Any:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Given:
-    """The current stream. No stream for landing sums exists yet."""
+    """The current stream. There is no stream for arriving sums yet."""
     given: Given = []
     _streams.clear()
     monkeypatch.setattr(
@@ -446,7 +450,7 @@ def test_tensors_are_kept_until_they_have_landed(
     assert next(moment for moment, _ in streamed_work._landing) is moments[2]
     landing = [moment for moment, _ in streamed_work._landing]
     monkeypatch.setattr(c_lib, "check", lambda: setattr(landing.pop(0), "come", True))
-    with pytest.raises(IndexError):  # it looks again when all have landed
+    with pytest.raises(IndexError):  # the waiter looks again when all sums have arrived
         streamed_work.await_all()
     assert not streamed_work._landing
     assert all(work.is_completed() for work in works)

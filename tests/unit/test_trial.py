@@ -163,7 +163,7 @@ def test_launch_that_is_not_what_it_was_meant_to_be_is_told() -> None:
 
 
 class _Pair:
-    """Two processes that launch ranks, as threads; the first leads."""
+    """Two processes that launch ranks, played by threads. The first one leads."""
 
     def __init__(self) -> None:
         self.all = [Hosts(1, 1), Hosts(1, 1)]
@@ -219,7 +219,7 @@ def test_silent_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lines", "wanted"),
     [
-        # The first exception is the cause; the launcher's and the servers' errors add nothing.
+        # The first exception is the cause. The errors of the launcher and the servers add nothing.
         (
             ["step 1", "[rank1]: Traceback (most recent call last):", "[rank0]: step 2",
              "[rank1]:   File f", "[rank1]: ValueError: bad",

@@ -116,8 +116,8 @@ def demand_rounded_sum(
     limit = (count - 1) * magnitude * 2.0 ** -PRECISION[adding]
     limit = limit + (count - 1) * magnitude * 2.0**-53
     if adding != dtype:
-        # Half an ulp of the larger of the exact and the rounded sum: at a power of two the spacing
-        # changes.
+        # The ulp is that of the larger of the exact and the rounded sum, because the spacing
+        # changes at a power of two.
         limit = limit + 0.5 * ulp(total.abs() + limit, dtype)
     if average:
         total = total / count

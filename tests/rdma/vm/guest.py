@@ -30,8 +30,8 @@ def address_of(number: int) -> str:
 
 
 def missing_tool() -> str | None:
-    """Get the reason why this machine can run no guest, if any. A failed download of the kernel
-    shows later."""
+    """Return the reason why this machine can run no guest, if there is one. Only the start of a
+    guest shows whether the download of the kernel fails."""
     if platform.machine() != "x86_64":
         return f"guests run on x86-64 only, this is {platform.machine()}"
     if shutil.which(QEMU) is None:
@@ -59,7 +59,7 @@ class Link:
 
 
 class Guest:
-    """A virtual machine that runs a command as root and then ends; a context manager.
+    """A virtual machine that runs a command as root and then ends. A context manager.
 
     The guest sees the host's files read-only. Files that the command writes below ``folder`` appear
     on the host at once; all other writes are lost. ``command`` starts there, with a soft-RoCE
@@ -125,7 +125,7 @@ class Guest:
             f"out={self.folder} host_name=guest{number} epoch={int(time.time())}"
         )
         return [
-            # The guest ends when this process ends, even if it is killed.
+            # The guest ends when this process ends, even if this process is killed.
             *("setpriv", "--pdeathsig", "KILL"),
             *(QEMU, "-M", "q35", "-cpu", "max", "-smp", str(os.cpu_count() or 1), "-m", memory),
             *_accelerator(),
@@ -193,7 +193,8 @@ class Guest:
         self._process.wait()
 
     def plugged_in(self, cables: Sequence[Link]) -> Guest:
-        """Return this guest once the cables' other ends exist: QEMU tries to connect only once."""
+        """Return this guest once the cables' other ends exist, because QEMU tries to connect only
+        once."""
         deadline = time.monotonic() + PLUG_S
         while not all(cable.path.exists() for cable in cables):
             if not self.running or time.monotonic() > deadline:
@@ -209,7 +210,8 @@ class Guest:
 
 
 def _accelerator() -> list[str]:
-    """Choose KVM if it works; it can exist and refuse, and then everything is emulated."""
+    """Choose KVM if it works. It can exist and still refuse to work, and then everything is
+    emulated."""
     if os.access("/dev/kvm", os.R_OK | os.W_OK) and _has_virtualization():
         return ["-accel", "kvm", "-accel", "tcg,thread=multi"]
     return ["-accel", "tcg,thread=multi"]

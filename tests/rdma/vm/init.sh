@@ -1,8 +1,8 @@
 #!/bin/busybox sh
 # shellcheck shell=dash
-# The guest's first process. The host's root is the guest's, read-only, with a layer in memory on top
-# for what the guest writes; only the folder $out, shared at the same path, is written through.
-# Runs $out/start there and leaves its exit status in $out/status.
+# The guest's first process. The guest's root is the host's root, read-only. A layer in memory on top takes what the
+# guest writes. Only the folder $out, shared at the same path, is written through. Runs $out/start there and leaves its
+# exit status in $out/status.
 b=/bin/busybox
 $b mount -t proc proc /proc
 $b mount -t sysfs sys /sys

@@ -1,8 +1,9 @@
 """The guest's kernel and its initial root.
 
 The kernel is a stock kernel of the distribution, with the module of soft-RoCE (rdma_rxe). apt
-fetches it and checks its signature. It is unpacked, not installed, into a folder of the project's
-cache whose name has its version and hash, and stays there: later runs need no network.
+fetches the package and checks its signature. The package is unpacked into a folder of the project's
+cache, and not installed. The folder's name has the version and hash. It stays there, so later runs
+need no network.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KERNEL_VARIABLE = "MEGATRON_BYTEPS_VM_KERNEL"
 
 
 class VmError(Exception):
-    """A virtual machine cannot run; the text says why, and how to fix it."""
+    """Raised if a virtual machine cannot run. The text says why, and how to fix it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ INIT = Path(__file__).parent / "init.sh"
 BUSYBOX = Path("/bin/busybox")
 EARLY = ("virtio_pci", "virtio_rng", "9pnet_virtio", "9p", "overlay")
 """Modules that init.sh loads before the root changes."""
-# crc32_*: rxe looks up its checksum by name at run time, so that no dependency shows it.
+# crc32_*: rxe looks up its checksum by name at run time, so its dependencies do not list these
+# modules.
 LATE = (
     *("crc32_generic", "crc32_pclmul", "ib_umad", "ib_uverbs", "rdma_ucm", "rdma_rxe"),
     *("veth", "virtio_net", "sch_tbf"),
@@ -178,7 +180,8 @@ LATE = (
 
 
 def find_initrd(kernel: Kernel) -> Path:
-    """Find the initrd; it is made on first use and after changes of its inputs. Raises VmError."""
+    """Find the initrd. It is made on first use, and again after its inputs change. Raises
+    VmError."""
     for needed in ("cpio", "modprobe", "depmod"):
         if _tool(needed) is None:
             raise VmError(f"{needed} is not there: run 'make setup' (Debian: cpio, kmod)")
