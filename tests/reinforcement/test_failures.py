@@ -323,7 +323,7 @@ def test_a_spare_replaces_a_lost_rank_of_five_roles(
     assert f"rank 1 (process {before[1]}) was lost; a spare (process {after[1]}) took" in log
     assert "the next step is done" in said
     assert [step.number for step in rl.read_steps(folder)] == [1, 2, 3, 4]
-    # A function would give a score of 0 or 1.
+    # The reward model gives other scores. A reward function would give only 0 or 1.
     samples = (folder / "samples" / "1.jsonl").read_text().splitlines()
     scores = [json.loads(line)["score"] for line in samples]
     assert len(scores) == 16 and any(score not in (0.0, 1.0) for score in scores)

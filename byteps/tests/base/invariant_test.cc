@@ -193,8 +193,8 @@ TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
   }
 }
 
-// Other exceptions do not end the process: neither in a push loop, which sends the longer tensor,
-// nor in the caller's thread.
+// The process goes on after any exception, in the caller's thread and in a push loop, which sends
+// the longer tensor.
 TEST(Invariant, AnyExceptionWhileSendingFailsTheOperation) {
   Job job(1);
   auto values = Values(3000, 1);

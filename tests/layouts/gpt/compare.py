@@ -198,7 +198,7 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     element = WIRE_BYTES.get(layout.wire, float(total.local.element_size()))
     whole = total.local.numel() * element
     wanted = total.result.numel() * element
-    # Each rank sends and receives all of these bytes, whatever route the other bytes take.
+    # Each rank sends and receives all values that do not travel in few bits.
     exact_bytes = kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
         return whole + exact_bytes, wanted + exact_bytes

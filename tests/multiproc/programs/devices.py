@@ -85,7 +85,7 @@ def rounds_in_flight(job: Job) -> None:
 
 
 def wire_types(job: Job) -> None:
-    """fp32 and fp64 that travel as half types; integers, so that nothing is rounded."""
+    """Sum fp32 and fp64 that travel as half types. All values are integers, so none is rounded."""
     bps.init()
     for dtype in ("float32", "float64"):
         for wire in (torch.bfloat16, torch.float16):
