@@ -155,8 +155,8 @@ Config Config::FromEnvironment(const GivenSettings& given) {
   }
   Config config;
   for (const auto& v : Table()) {
-    const auto found = given.find(v.name);
-    const char* text = found != given.end() ? found->second.c_str() : getenv(v.name);
+    const auto given_value = given.find(v.name);
+    const char* text = given_value != given.end() ? given_value->second.c_str() : getenv(v.name);
     config.set_[v.name] = text != nullptr;
     const std::string value = text != nullptr ? text : v.fallback;
     if (text != nullptr && !IsAllowed(v, value)) {

@@ -27,9 +27,9 @@ uint64_t PowerOfTwo(uint64_t at_least) {
 
 void Keep(const PinnedBlock& block) {
   static ps::Mutex mu;
-  static auto* kept = new std::vector<PinnedBlock>();
+  static auto* kept_blocks = new std::vector<PinnedBlock>();
   ps::MutexLock lock(&mu);
-  kept->push_back(block);
+  kept_blocks->push_back(block);
 }
 
 class PinnedPool::Pools {

@@ -37,8 +37,8 @@ std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& spec
   std::vector<EntryPtr> entries;
   for (const auto& spec : specs) entries.push_back(Find(spec));
   do {
-    const std::vector<EntryPtr> mine = ClaimNew(entries);
-    if (!mine.empty()) Tell(mine);
+    const std::vector<EntryPtr> own_entries = ClaimNew(entries);
+    if (!own_entries.empty()) Tell(own_entries);
     // If another thread's attempt has failed, these tensors are still undeclared. Then this thread
     // declares them, and throws if that fails, too.
   } while (!AwaitOthers(entries));
@@ -82,15 +82,15 @@ Declarations::EntryPtr Declarations::Find(const TensorSpec& spec) {
 }
 
 std::vector<Declarations::EntryPtr> Declarations::ClaimNew(const std::vector<EntryPtr>& entries) {
-  std::vector<EntryPtr> mine;
+  std::vector<EntryPtr> own_entries;
   ps::MutexLock lock(&mu_);
   if (!failure_.empty()) throw Error(failure_);
   for (const EntryPtr& entry : entries) {
     if (entry->state != State::kNew) continue;
     entry->state = State::kAsked;
-    mine.push_back(entry);
+    own_entries.push_back(entry);
   }
-  return mine;
+  return own_entries;
 }
 
 void Declarations::Tell(const std::vector<EntryPtr>& entries) {

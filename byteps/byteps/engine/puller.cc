@@ -52,11 +52,11 @@ void Puller::OnAnswer(Message* message) {
   Request request;
   // A request that is not found was given up already.
   if (!context_->losses->TakeRequest(message, &request)) return;
-  const Request asked = request;
+  const Request request_to_fail = request;
   try {
     HandleAnswer(message, std::move(request));
   } catch (const std::exception& e) {
-    Fail(asked, e.what());
+    Fail(request_to_fail, e.what());
   }
 }
 

@@ -27,11 +27,11 @@ std::vector<OperationPtr> StreamedSums::TakeFailed() {
   std::vector<OperationPtr> failed;
   ps::MutexLock lock(&mu_);
   Sweep();
-  for (auto& one : operations_) {
-    OperationPtr operation = one.lock();
+  for (auto& reference : operations_) {
+    OperationPtr operation = reference.lock();
     if (operation && operation->is_done()) {
       failed.push_back(std::move(operation));
-      one.reset();
+      reference.reset();
     }
   }
   return failed;

@@ -147,8 +147,8 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   for (const ps::NicReading& now : record.nics) {
     // A NIC without earlier traffic has no earlier reading: the counters then start at zero.
     ps::NicReading then;
-    for (const ps::NicReading& one : before.nics) {
-      if (one.nic == now.nic) then = one;
+    for (const ps::NicReading& earlier : before.nics) {
+      if (earlier.nic == now.nic) then = earlier;
     }
     entry.nics.push_back(
         {rate(then.bytes_sent, now.bytes_sent), rate(then.bytes_received, now.bytes_received)});

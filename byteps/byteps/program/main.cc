@@ -314,9 +314,9 @@ int EndOf(const Parent& parent, const char* file, int line, const char* what) {
   // If the parent has ended, other nodes may have noticed that first, and reported it as a failure.
   const bool perhaps = CaughtSignal() == 0 || CaughtSignal() == kParentEnded;
   if (perhaps && parent.HasEnded()) parent.RemoveLog();
-  const bool told = CaughtSignal() != 0;
-  ps::WriteLogLine(told ? 'W' : 'E', file, line, what);
-  return told ? SignalStatus() : kExitFailure;
+  const bool by_signal = CaughtSignal() != 0;
+  ps::WriteLogLine(by_signal ? 'W' : 'E', file, line, what);
+  return by_signal ? SignalStatus() : kExitFailure;
 }
 
 int Main(int argc, char** argv) {

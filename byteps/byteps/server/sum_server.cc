@@ -216,8 +216,8 @@ void SumServer::OnRequest(Message* message) {
     const auto it = tensors_.find(key - index);
     if (it != tensors_.end()) tensor = it->second;
     error = Refusal(*message, tensor.get(), index);
-    const auto found = partitions_.find(key);
-    if (found != partitions_.end()) partition = found->second;
+    const auto known_partition = partitions_.find(key);
+    if (known_partition != partitions_.end()) partition = known_partition->second;
   }
   if (!error.empty()) return context_.Refuse(*message, error);
   if (losses_->Holds(*tensor, message)) return;

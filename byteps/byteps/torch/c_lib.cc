@@ -121,8 +121,8 @@ bool EndChildrenAtExit(std::vector<ChildTuple> running, std::string folder, doub
     return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   };
   const auto end = [](int status, void* children) {
-    auto* const mine = static_cast<Children*>(children);
-    if (getpid() == mine->parent) mine->End(status);
+    auto* const own_children = static_cast<Children*>(children);
+    if (getpid() == own_children->parent) own_children->End(status);
   };
   return on_exit(end, new Children{getpid(), std::move(running), std::move(folder),
                                    duration(patience_s), duration(grace_s)}) == 0;

@@ -10,17 +10,17 @@ namespace ps {
 
 NameLookup::NameLookup(const std::set<std::string>& hosts, int port) {
   const auto ask = [answer = answer_, names = NameService::Get(), hosts, port] {
-    Found found;
+    Found addresses;
     std::string error;
     for (const std::string& host : hosts) {
       try {
-        found[host] = names->Find(host, port);
+        addresses[host] = names->Find(host, port);
       } catch (const std::exception& e) {
         error = e.what();
       }
     }
     MutexLock lock(&answer->mu);
-    answer->found = std::move(found);
+    answer->found = std::move(addresses);
     answer->error = std::move(error);
     answer->is_over = true;
   };

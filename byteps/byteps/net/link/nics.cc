@@ -47,14 +47,14 @@ std::string PlaceOf(const std::string& path) {
   const size_t root = text.find("/pci");
   if (root == std::string::npos) return "";
   // The loop stops at the PCIe device: a virtio NIC lies below it.
-  std::string place;
+  std::string device_path;
   std::istringstream parts(text.substr(root + 1));
   for (std::string part; std::getline(parts, part, '/');) {
     const bool is_pci = part.compare(0, 3, "pci") == 0 || part.find(':') != std::string::npos;
     if (!is_pci) break;
-    place += (place.empty() ? "" : "/") + part;
+    device_path += (device_path.empty() ? "" : "/") + part;
   }
-  return place;
+  return device_path;
 }
 
 std::vector<std::string> Split(const std::string& text, char between) {
@@ -134,14 +134,15 @@ std::string RdmaDeviceOf(const std::string& name, const std::string& sysfs) {
 // Returns one address per interface, of the family of the node's own address.
 std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const NicUser& user) {
   std::vector<HostNic> nics;
-  for (const HostNic& one : there) {
-    if (IsV6(one.nic.address) != IsV6(user.address)) continue;
-    const auto same = std::find_if(nics.begin(), nics.end(),
-                                   [&](const HostNic& other) { return other.name == one.name; });
+  for (const HostNic& candidate : there) {
+    if (IsV6(candidate.nic.address) != IsV6(user.address)) continue;
+    const auto same = std::find_if(nics.begin(), nics.end(), [&](const HostNic& other) {
+      return other.name == candidate.name;
+    });
     if (same == nics.end()) {
-      nics.push_back(one);
-    } else if (one.nic.address == user.address) {
-      *same = one;
+      nics.push_back(candidate);
+    } else if (candidate.nic.address == user.address) {
+      *same = candidate;
     }
   }
   return nics;
@@ -150,10 +151,10 @@ std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const Ni
 std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& setting) {
   std::vector<HostNic> named;
   for (const std::string& name : Split(setting, ',')) {
-    const auto found = std::find_if(nics.begin(), nics.end(), [&](const HostNic& nic) {
+    const auto match = std::find_if(nics.begin(), nics.end(), [&](const HostNic& nic) {
       return nic.name == name || nic.rdma == name;
     });
-    if (found == nics.end()) {
+    if (match == nics.end()) {
       std::string known;
       for (const HostNic& nic : nics) {
         known += (known.empty() ? "" : ", ") + nic.name;
@@ -162,7 +163,7 @@ std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& 
       throw Error("BYTEPS_NICS='" + setting + "': '" + name +
                   "' is no interface with an address of the job's family; there are: " + known);
     }
-    named.push_back(*found);
+    named.push_back(*match);
   }
   return named;
 }
@@ -276,8 +277,9 @@ NicUser NicUserFor(const Node& self, const NicSettings& settings) {
   user.is_worker = self.role == Node::WORKER;
   user.setting = settings.names;
   user.uses_rdma = settings.uses_rdma;
-  const bool one = settings.names_address || (user.uses_rdma && settings.chooses_rdma_device);
-  user.only_own = one && user.setting == "auto";
+  const bool names_one_nic =
+      settings.names_address || (user.uses_rdma && settings.chooses_rdma_device);
+  user.only_own = names_one_nic && user.setting == "auto";
   user.gpu = ReadDevice(settings.gpu, "/sys");
   user.local_rank = settings.local_rank;
   user.local_size = settings.local_size;
@@ -299,9 +301,9 @@ std::set<int> ParseCores(const std::string& text) {
   std::istringstream ranges(text);
   for (std::string range; std::getline(ranges, range, ',');) {
     int first = 0, last = 0;
-    const int found = sscanf(range.c_str(), "%d-%d", &first, &last);
-    if (found < 1) continue;
-    if (found == 1) last = first;
+    const int numbers = sscanf(range.c_str(), "%d-%d", &first, &last);
+    if (numbers < 1) continue;
+    if (numbers == 1) last = first;
     for (int core = first; core <= last && core < CPU_SETSIZE; ++core) cores.insert(core);
   }
   return cores;

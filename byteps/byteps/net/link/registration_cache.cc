@@ -70,28 +70,29 @@ void RegistrationCache::Remove(uint64_t number) {
 RegistrationCache::Registration RegistrationCache::Find(const void* address, size_t bytes,
                                                         const Register& make) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
-  AllocationPtr found;
+  AllocationPtr allocation;
   {
     MutexLock lock(mu);
     const auto it = FirstBeyond(begin);
     if (it == allocations->end() || it->first > begin) return nullptr;
-    found = it->second;
+    allocation = it->second;
   }
-  const size_t offset = begin - found->begin;
-  if (bytes > found->bytes - offset) return nullptr;
+  const size_t offset = begin - allocation->begin;
+  if (bytes > allocation->bytes - offset) return nullptr;
   if (!make) {
     // The lock's holder may be registering, which takes long.
-    if (!found->mu.TryLock()) return nullptr;
-    const Registration registration = found->registration;
-    found->mu.Unlock();
+    if (!allocation->mu.TryLock()) return nullptr;
+    const Registration registration = allocation->registration;
+    allocation->mu.Unlock();
     return registration;
   }
-  MutexLock lock(&found->mu);
-  if (!found->tried) {
-    found->tried = true;
-    found->registration = make(reinterpret_cast<const void*>(found->begin), found->bytes);
+  MutexLock lock(&allocation->mu);
+  if (!allocation->tried) {
+    allocation->tried = true;
+    allocation->registration =
+        make(reinterpret_cast<const void*>(allocation->begin), allocation->bytes);
   }
-  return found->registration;
+  return allocation->registration;
 }
 
 void RegistrationCache::ForgetRegistrations() {

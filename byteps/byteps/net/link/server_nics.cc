@@ -23,9 +23,9 @@ ServerNics ServerNics::At(const std::string& address, const NicSettings& setting
   const NumaNodes cores_of = ReadNumaNodes();
   std::set<int> cores;
   for (const int node : nodes) {
-    const auto found = cores_of.find(node);
-    if (found == cores_of.end()) return {chosen.host_mbps, static_cast<int>(nodes.size()), {}};
-    cores.insert(found->second.begin(), found->second.end());
+    const auto of_node = cores_of.find(node);
+    if (of_node == cores_of.end()) return {chosen.host_mbps, static_cast<int>(nodes.size()), {}};
+    cores.insert(of_node->second.begin(), of_node->second.end());
   }
   return {chosen.host_mbps, static_cast<int>(nodes.size()), std::move(cores)};
 }

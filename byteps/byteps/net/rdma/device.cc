@@ -29,13 +29,13 @@ OpenDevice OpenByName(const std::string& name) {
   std::string known;
   for (int i = 0; i < count; ++i) {
     ibv_device* device = list.get()[i];
-    const std::string found = ibv_get_device_name(device);
-    if (name == found || (name.empty() && count == 1)) {
+    const std::string device_name = ibv_get_device_name(device);
+    if (name == device_name || (name.empty() && count == 1)) {
       OpenDevice opened(ibv_open_device(device));
-      if (!opened) Throw("cannot open the RDMA device " + found, errno);
+      if (!opened) Throw("cannot open the RDMA device " + device_name, errno);
       return opened;
     }
-    known += (known.empty() ? "" : ", ") + found;
+    known += (known.empty() ? "" : ", ") + device_name;
   }
   throw Error("BYTEPS_RDMA_DEVICE='" + name +
               "' names no RDMA device; there are: " + (known.empty() ? "none" : known));

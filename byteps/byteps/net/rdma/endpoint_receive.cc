@@ -333,9 +333,9 @@ bool Endpoint::ClearFirst(bool may_block) {
       MutexLock lock(&mu_);
       first = inbox_.first();
       if (!first->asked) {
-        const bool one = first->sizes.size() == 1 && first->meta_in_region == 0;
+        const bool is_one_value = first->sizes.size() == 1 && first->meta_in_region == 0;
         lock.Unlock();  // the owner of the memory may hold its own lock while it sends
-        if (one) place = owner_->PlaceFor(this, first->parts.msg.meta, first->value_bytes);
+        if (is_one_value) place = owner_->PlaceFor(this, first->parts.msg.meta, first->value_bytes);
         lock.Lock();
         first->asked = true;
         first->place = place;

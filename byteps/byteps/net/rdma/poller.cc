@@ -42,7 +42,7 @@ Poller::Poller(const Devices& devices, Plane plane, bool spin) : spin_(spin) {
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) Throw("eventfd", errno);
   sources_.push_back({wake_fd_, POLLIN, 0});
-  for (const Channel& one : channels_) sources_.push_back({one.channel->fd, POLLIN, 0});
+  for (const Channel& channel : channels_) sources_.push_back({channel.channel->fd, POLLIN, 0});
   thread_ = std::thread(&Poller::Run, this);
   const char* name = plane == Plane::kData ? "bps-rdma-data" : "bps-rdma-ctl";
   pthread_setname_np(thread_.native_handle(), name);
@@ -60,8 +60,8 @@ Poller::~Poller() {
 bool Poller::RunOn(const std::set<int>& cores) { return ps::RunOn(&thread_, cores); }
 
 ibv_comp_channel* Poller::channel(const Device& device) {
-  for (const Channel& one : channels_) {
-    if (one.device == &device) return one.channel.get();
+  for (const Channel& channel : channels_) {
+    if (channel.device == &device) return channel.channel.get();
   }
   throw Error("no completion channel of " + device.name());
 }
@@ -122,8 +122,8 @@ void Poller::AskWatched() {
 void Poller::TakeEvents(std::set<Endpoint*>* ready) {
   ibv_cq* queue = nullptr;
   void* context = nullptr;
-  for (const Channel& one : channels_) {
-    while (ibv_get_cq_event(one.channel.get(), &queue, &context) == 0) {
+  for (const Channel& channel : channels_) {
+    while (ibv_get_cq_event(channel.channel.get(), &queue, &context) == 0) {
       ibv_ack_cq_events(queue, 1);
       ready->insert(static_cast<Endpoint*>(context));
     }

@@ -96,10 +96,10 @@ void FrameReader::BeginValue() {
   place_bytes_ = sizes_[value_];
   SArray<char> values;
   if (place_bytes_ > 0) {
-    const bool one = sizes_.size() == 1;
+    const bool is_one_value = sizes_.size() == 1;
     const uint64_t all = std::accumulate(sizes_.begin(), sizes_.end(), uint64_t{0});
     char* const place = places_->PlaceFor(incoming_.meta, all);
-    if (one || place == Nowhere()) place_ = place;
+    if (is_one_value || place == Nowhere()) place_ = place;
     if (place_ != nullptr && place_ != Nowhere()) {
       // The answer shows that the peer has received the request. So the request's memory is free,
       // and the answer may overwrite it.

@@ -44,13 +44,13 @@ void PendingPeers::Add(Ptr peer, const Address& address) {
 }
 
 void PendingPeers::Remove(const PendingPeer* peer) {
-  const auto place = places_.find(peer);
-  if (place == places_.end()) return;
-  const auto count = per_origin_.find(place->second->origin);
+  const auto position = places_.find(peer);
+  if (position == places_.end()) return;
+  const auto count = per_origin_.find(position->second->origin);
   if (--count->second == 0) per_origin_.erase(count);
-  const Ptr last = std::move(place->second->peer);
-  entries_.erase(place->second);
-  places_.erase(place);
+  const Ptr last = std::move(position->second->peer);
+  entries_.erase(position->second);
+  places_.erase(position);
 }
 
 void PendingPeers::Clear() {

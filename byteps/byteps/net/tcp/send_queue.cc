@@ -40,9 +40,9 @@ bool SendQueue::TakeBatch(uint64_t received, OutgoingList* batch) {
       log_.Add(next);
       bytes_in_flight_ += next->bytes;
     }
-    std::string told;
-    ByteWriter(&told).Int<uint64_t>(received);
-    next->head.replace(kReceivedOffset, told.size(), told);
+    std::string count_bytes;
+    ByteWriter(&count_bytes).Int<uint64_t>(received);
+    next->head.replace(kReceivedOffset, count_bytes.size(), count_bytes);
     batch->push_back(next);
   }
   BPS_INVARIANT_NOTED("bytes queued are those of the messages queued",

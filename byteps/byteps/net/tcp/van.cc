@@ -61,8 +61,8 @@ int Processors() {
 // Returns whether traffic to `node` stays on this host, without a NIC.
 bool IsOnThisHost(const Node& node) {
   if (IsLoopback(node.hostname)) return true;
-  for (const HostNic& mine : ListNics()) {
-    if (mine.nic.address == node.hostname) return true;
+  for (const HostNic& own_nic : ListNics()) {
+    if (own_nic.nic.address == node.hostname) return true;
   }
   return false;
 }
@@ -198,13 +198,13 @@ ConnectionPtr TcpVan::NewConnection(const std::string& address) {
 }
 
 void TcpVan::PlacePollers(const Node& self) {
-  std::vector<HostNic> mine;
+  std::vector<HostNic> own_nics;
   for (const HostNic& nic : ListNics()) {
     const bool used = std::any_of(self.nics.begin(), self.nics.end(),
                                   [&](const Nic& one) { return one.address == nic.nic.address; });
-    if (used) mine.push_back(nic);
+    if (used) own_nics.push_back(nic);
   }
-  pollers_->ServeNics(mine, ReadNumaNodes());
+  pollers_->ServeNics(own_nics, ReadNumaNodes());
 }
 
 void TcpVan::OnAccepted(tcp::Fd fd, const Address& address) {

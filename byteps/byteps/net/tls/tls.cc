@@ -113,10 +113,10 @@ const char kAdvice[] = "set BYTEPS_TLS=1 on every node of the job, or on none";
 std::shared_ptr<const Context> Context::Make(const TlsSettings& settings,
                                              const auth::Secret& secret) {
   const Files& files = settings.files;
-  const bool some = !files.certificate.empty() || !files.key.empty() || !files.authority.empty();
+  const bool any = !files.certificate.empty() || !files.key.empty() || !files.authority.empty();
   const bool all = !files.certificate.empty() && !files.key.empty() && !files.authority.empty();
   if (!settings.encrypts) {
-    if (some) {
+    if (any) {
       throw Error(
           "BYTEPS_TLS_CERT, BYTEPS_TLS_KEY or BYTEPS_TLS_CA is set, and BYTEPS_TLS=0: nothing "
           "would "
@@ -124,13 +124,13 @@ std::shared_ptr<const Context> Context::Make(const TlsSettings& settings,
     }
     return nullptr;
   }
-  if (some && !all) {
+  if (any && !all) {
     throw Error(
         "BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA go together: set all of them, or none "
         "to "
         "encrypt by the job's secret");
   }
-  if (!some && !secret.is_there()) {
+  if (!any && !secret.is_there()) {
     throw Error(
         "BYTEPS_TLS=1 needs the job's secret, or BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and "
         "BYTEPS_TLS_CA: with BYTEPS_AUTH=0 and no certificates anybody could stand in between");
@@ -442,10 +442,10 @@ std::string Session::Explain() {
   const char* text = api_.ERR_reason_error_string(error);
   const std::string reason = text != nullptr ? text : "unknown error";
   const int alert = IsSsl(error) ? Reason(error) - kReasonAlert : -1;
-  const bool told = alert >= 0 && alert < kAlerts;
+  const bool is_alert = alert >= 0 && alert < kAlerts;
   const long verified = api_.SSL_get_verify_result(ssl_);
   if (!shared_->has_certificates()) {
-    if (told || (IsSsl(error) && Reason(error) == kReasonBinder)) {
+    if (is_alert || (IsSsl(error) && Reason(error) == kReasonBinder)) {
       return std::string("the two nodes have different job secrets, or one has none for TLS (") +
              reason + "): " + auth::kAdvice;
     }
@@ -459,12 +459,12 @@ std::string Session::Explain() {
              api_.X509_verify_cert_error_string(verified) +
              ": BYTEPS_TLS_CA must have signed the certificates of all nodes";
     }
-    if (told && ((alert >= kBadCertificate && alert <= kUnknownAuthority) ||
-                 alert == kCertificateRequired)) {
+    if (is_alert && ((alert >= kBadCertificate && alert <= kUnknownAuthority) ||
+                     alert == kCertificateRequired)) {
       return "it does not accept this node's certificate (" + reason +
              "): its BYTEPS_TLS_CA must have signed BYTEPS_TLS_CERT";
     }
-    if (told && alert == kHandshakeFailure) {
+    if (is_alert && alert == kHandshakeFailure) {
       return "it has no certificate (BYTEPS_TLS_CERT), and this node demands one: give every node "
              "of the job the same BYTEPS_TLS_* settings";
     }

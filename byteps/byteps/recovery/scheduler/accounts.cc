@@ -68,20 +68,20 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
   const ReplicaView* const newest = workers_say ? of_workers : of_servers;
   if (newest == nullptr) return replicas;
   for (int i = 0; i < count(); ++i) {
-    ReplicaTable::Past& one = replicas[i];
-    one.ready_epoch = newest->ready_epochs[i];
-    one.donor = newest->donors[i];
+    ReplicaTable::Past& past = replicas[i];
+    past.ready_epoch = newest->ready_epochs[i];
+    past.donor = newest->donors[i];
     const auto has = [&](const ReplicaView& view) {
-      return view.IsPresent(i) && view.ready_epochs[i] == one.ready_epoch;
+      return view.IsPresent(i) && view.ready_epochs[i] == past.ready_epoch;
     };
     if (newest->IsPresent(i)) {
-      one.state = of_workers == nullptr || has(*of_workers) ? State::kPresent : State::kJoining;
+      past.state = of_workers == nullptr || has(*of_workers) ? State::kPresent : State::kJoining;
     } else if (newest->waiting[i] == '1') {
       const bool admitted = std::any_of(accounts_.begin(), accounts_.end(), [&](const auto& entry) {
         const ReplicaView& view = entry.second.replicas;
         return RoleOf(entry.first) == Node::SERVER && view.count() == count() && has(view);
       });
-      one.state = admitted ? State::kJoining : State::kWaiting;
+      past.state = admitted ? State::kJoining : State::kWaiting;
     } else {
       // A removed replica's workers are admitted again only after all servers have dropped the old
       // workers.
@@ -89,7 +89,7 @@ std::vector<ReplicaTable::Past> Accounts::Replicas() const {
         return RoleOf(entry.first) == Node::WORKER && Of(Postoffice::IDtoRank(entry.first)) == i &&
                ReadyEpochOf(entry.second, i) < 0;
       });
-      one.state = gathers ? State::kGathering : State::kLeaving;
+      past.state = gathers ? State::kGathering : State::kLeaving;
     }
   }
   return replicas;

@@ -109,7 +109,7 @@ void Leavers::LetGo(Clock::time_point now) {
     // If a rank is vacant, its next server must be asked, too, unless all workers have left.
     if (!places_->any_vacant() || HaveAllLeft()) {
       const std::vector<int> servers = job_->roster.Ids(Node::SERVER);
-      const size_t asked = asked_.size();
+      const size_t before = asked_.size();
       std::erase_if(asked_, [&](const auto& entry) {
         const auto& [node, known] = entry.second;
         const auto knows = [&](int id) { return known.count(id) > 0; };
@@ -117,7 +117,7 @@ void Leavers::LetGo(Clock::time_point now) {
         gone.push_back(node);
         return true;
       });
-      over = asked_.size() < asked && IsOver();
+      over = asked_.size() < before && IsOver();
     }
   }
   for (const Node& node : gone) Send(job_->links, Control::NODE_LEFT, node.id, "", {node});
@@ -129,9 +129,9 @@ void Leavers::LetGo(Clock::time_point now) {
 void Leavers::OnKnown(int server, int worker_rank) {
   {
     MutexLock lock(&job_->mu);
-    const auto asked = asked_.find(IdOf(Node::WORKER, worker_rank));
-    if (asked == asked_.end()) return;
-    asked->second.known.insert(server);
+    const auto leaver = asked_.find(IdOf(Node::WORKER, worker_rank));
+    if (leaver == asked_.end()) return;
+    leaver->second.known.insert(server);
   }
   LetGo(Clock::now());
 }

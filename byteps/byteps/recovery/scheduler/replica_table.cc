@@ -16,15 +16,15 @@ void ReplicaTable::Restore(const std::vector<Past>& replicas, int workers, int e
   Begin(static_cast<int>(replicas.size()), workers);
   epoch_ = epoch;
   for (int i = 0; i < count(); ++i) {
-    Replica* const one = &replicas_[i];
-    one->state = replicas[i].state;
-    one->ready_epoch = replicas[i].ready_epoch;
-    one->donor = replicas[i].donor;
-    const bool changes = one->state == State::kLeaving || one->state == State::kJoining;
+    Replica* const entry = &replicas_[i];
+    entry->state = replicas[i].state;
+    entry->ready_epoch = replicas[i].ready_epoch;
+    entry->donor = replicas[i].donor;
+    const bool changes = entry->state == State::kLeaving || entry->state == State::kJoining;
     // A node that reports an earlier ready epoch did not know this one.
-    one->epoch = changes ? epoch : one->ready_epoch;
-    one->since = now;
-    one->ready.assign(ranks(), false);
+    entry->epoch = changes ? epoch : entry->ready_epoch;
+    entry->since = now;
+    entry->ready.assign(ranks(), false);
   }
 }
 
@@ -39,20 +39,21 @@ void ReplicaTable::Lose(int replica) {
 }
 
 void ReplicaTable::Arrive(int replica, AwakeClock::time_point now) {
-  Replica* const one = &replicas_[replica];
-  if (one->state != State::kAway) return;
-  one->state = State::kGathering;
-  one->since = now;
-  one->ready.assign(ranks(), false);
+  Replica* const entry = &replicas_[replica];
+  if (entry->state != State::kAway) return;
+  entry->state = State::kGathering;
+  entry->since = now;
+  entry->ready.assign(ranks(), false);
 }
 
 bool ReplicaTable::Ready(int rank) {
-  Replica* const one = &replicas_[Of(rank)];
-  if (one->state != State::kGathering) return false;
-  one->ready[rank % ranks()] = true;
-  if (std::find(one->ready.begin(), one->ready.end(), false) != one->ready.end()) return false;
-  one->state = State::kWaiting;
-  one->ready_epoch = ++epoch_;
+  Replica* const entry = &replicas_[Of(rank)];
+  if (entry->state != State::kGathering) return false;
+  entry->ready[rank % ranks()] = true;
+  if (std::find(entry->ready.begin(), entry->ready.end(), false) != entry->ready.end())
+    return false;
+  entry->state = State::kWaiting;
+  entry->ready_epoch = ++epoch_;
   return true;
 }
 
@@ -74,12 +75,12 @@ std::vector<int> ReplicaTable::Acknowledge(int server, int epoch, const std::vec
   while (donor < count() && state(donor) != State::kPresent) ++donor;
   if (donor == count()) donor = -1;
   for (int i = 0; i < count(); ++i) {
-    Replica* const one = &replicas_[i];
-    if (one->epoch > all) continue;
-    if (one->state == State::kLeaving) one->state = State::kAway;
-    if (one->state != State::kJoining) continue;
-    one->donor = donor;
-    one->state = State::kPresent;
+    Replica* const entry = &replicas_[i];
+    if (entry->epoch > all) continue;
+    if (entry->state == State::kLeaving) entry->state = State::kAway;
+    if (entry->state != State::kJoining) continue;
+    entry->donor = donor;
+    entry->state = State::kPresent;
     ++epoch_;
     joined.push_back(i);
   }
@@ -90,14 +91,14 @@ ReplicaView ReplicaTable::View(bool to_servers) const {
   ReplicaView view;
   view.workers = workers_;
   view.epoch = epoch_;
-  for (const Replica& one : replicas_) {
+  for (const Replica& entry : replicas_) {
     const bool present =
-        one.state == State::kPresent || (to_servers && one.state == State::kJoining);
+        entry.state == State::kPresent || (to_servers && entry.state == State::kJoining);
     view.present += present ? '1' : '0';
-    const bool waiting = one.state == State::kWaiting || one.state == State::kJoining;
+    const bool waiting = entry.state == State::kWaiting || entry.state == State::kJoining;
     view.waiting += waiting && !present ? '1' : '0';
-    view.ready_epochs.push_back(one.ready_epoch);
-    view.donors.push_back(present && one.state == State::kPresent ? one.donor : -1);
+    view.ready_epochs.push_back(entry.ready_epoch);
+    view.donors.push_back(present && entry.state == State::kPresent ? entry.donor : -1);
   }
   return view;
 }

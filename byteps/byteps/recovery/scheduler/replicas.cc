@@ -49,7 +49,7 @@ void Replicas::Clear() {
 
 bool Replicas::Lose(int node_id, const std::string& reason) {
   std::string news;
-  std::vector<int> told;
+  std::vector<int> to_tell;
   std::vector<Node> done;  // workers that are done with their work, and linger
   bool over = false;
   {
@@ -67,19 +67,19 @@ bool Replicas::Lose(int node_id, const std::string& reason) {
     table_->Lose(replica);
     const int first = table_->View(false).FirstRank(replica);
     for (int i = 0; i < table_->ranks(); ++i) {
-      Member* const one = job_->roster.Find(IdOf(Node::WORKER, first + i));
-      if (one == nullptr || one->removed) continue;
-      if (!one->left) told.push_back(one->node.id);
-      if (leavers_->Release(one)) done.push_back(one->node);
-      one->left = one->removed = true;
-      removed_.push_back(one->node);
+      Member* const worker = job_->roster.Find(IdOf(Node::WORKER, first + i));
+      if (worker == nullptr || worker->removed) continue;
+      if (!worker->left) to_tell.push_back(worker->node.id);
+      if (leavers_->Release(worker)) done.push_back(worker->node);
+      worker->left = worker->removed = true;
+      removed_.push_back(worker->node);
     }
     over = leavers_->IsOver();
     news = "replica " + std::to_string(replica) + " was removed: " + reason;
   }
   BPS_LOG(WARNING) << news << "; the others go on";
   Tell(news);
-  for (const int id : told) {
+  for (const int id : to_tell) {
     Send(job_->links, Control::JOB_FAILED, id, news);
     job_->links->Disconnect(id);
   }

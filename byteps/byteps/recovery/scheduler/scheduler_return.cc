@@ -109,8 +109,8 @@ void SchedulerReturn::OnReturn(const Node& node, const Claim& claim, const Accou
     generation = job_->generation;
     if (gathers_) {
       job_->scheduler_number = std::max(job_->scheduler_number, account.scheduler_number + 1);
-      const int told = account.replicas.count();  // servers claim no replicas
-      size_.replicas = std::max({size_.replicas, claim.replicas, told});
+      const int claimed = account.replicas.count();  // servers claim no replicas
+      size_.replicas = std::max({size_.replicas, claim.replicas, claimed});
       accounts_.Expect(size_);
       accounts_.Put(node.id, account);
     } else {
@@ -278,11 +278,11 @@ std::vector<Node> SchedulerReturn::Rebuild(const std::vector<int>& missing) {
   job_->last_arrival = now;
   const auto past = accounts.Replicas();
   table_->Restore(past, size.workers, accounts.NewestEpoch() + 1, now);
-  for (const ReplicaTable::Past& one : past) {
-    if (one.state == ReplicaState::kLeaving) PS_PROBE(kTakesOverLeaving);
-    if (one.state == ReplicaState::kGathering) PS_PROBE(kTakesOverGathering);
-    if (one.state == ReplicaState::kWaiting) PS_PROBE(kTakesOverWaiting);
-    if (one.state == ReplicaState::kJoining) PS_PROBE(kTakesOverJoining);
+  for (const ReplicaTable::Past& replica : past) {
+    if (replica.state == ReplicaState::kLeaving) PS_PROBE(kTakesOverLeaving);
+    if (replica.state == ReplicaState::kGathering) PS_PROBE(kTakesOverGathering);
+    if (replica.state == ReplicaState::kWaiting) PS_PROBE(kTakesOverWaiting);
+    if (replica.state == ReplicaState::kJoining) PS_PROBE(kTakesOverJoining);
   }
   std::vector<Node> strays;
   const auto put = [&](int id) PS_REQUIRES(job_->mu) {

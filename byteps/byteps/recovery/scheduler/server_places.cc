@@ -108,7 +108,7 @@ void ServerPlaces::Clear() {
 }
 
 bool ServerPlaces::Lose(int node_id, const std::string& reason) {
-  std::vector<int> told;
+  std::vector<int> to_tell;
   Node lost;
   int turn = 0;
   const double limit = job_->settings.replace_servers_s;
@@ -136,12 +136,12 @@ bool ServerPlaces::Lose(int node_id, const std::string& reason) {
     job_->roster.Erase(node_id);
     replicas_->Forget(node_id);
     forget_(node_id);
-    told = ToTellOf(node_id);
+    to_tell = ToTellOf(node_id);
   }
   BPS_LOG(WARNING) << reason << "; another server has " << Limit(limit, "BYTEPS_REPLACE_SERVERS_S")
                    << " to take its place";
   const std::string word = membership::Pack(MemberWord(LostWord(node_id, turn, reason)));
-  for (const int id : told) Send(job_->links, Control::MEMBERS, id, word);
+  for (const int id : to_tell) Send(job_->links, Control::MEMBERS, id, word);
   Emit(MembershipEvent::kServerLost, lost, reason);
   return true;
 }
@@ -149,7 +149,7 @@ bool ServerPlaces::Lose(int node_id, const std::string& reason) {
 void ServerPlaces::OnFilled(const Node& server) {
   PS_PROBE(kServerReplaced);
   std::vector<Node> left;
-  std::vector<int> told;
+  std::vector<int> to_tell;
   std::vector<MemberWord> words;
   membership::Beginning beginning;
   MemberWord word;
@@ -164,7 +164,7 @@ void ServerPlaces::OnFilled(const Node& server) {
     beginning.turns = TurnsToTell();
     words = LostWords();
     if (replicas_->active()) words.push_back(replicas_->View(true));
-    told = ToTellOf(server.id);
+    to_tell = ToTellOf(server.id);
     const int rank = Postoffice::IDtoRank(server.id);
     word = membership::ServerReplaced{rank, membership::TurnOf(turns_, rank),
                                       job_->roster.expected().servers};
@@ -174,7 +174,7 @@ void ServerPlaces::OnFilled(const Node& server) {
   for (const MemberWord& news : words)
     Send(job_->links, Control::MEMBERS, server.id, membership::Pack(news));
   BPS_LOG(INFO) << Describe(server) << " has taken the place of the server that was lost";
-  for (const int id : told)
+  for (const int id : to_tell)
     Send(job_->links, Control::MEMBERS, id, membership::Pack(word), {server});
   Emit(MembershipEvent::kServerReplaced, server, "");
 }
@@ -182,15 +182,15 @@ void ServerPlaces::OnFilled(const Node& server) {
 void ServerPlaces::TellAll() {
   MutexLock telling(&job_->telling_mu);
   std::vector<Word> words;
-  std::map<int, std::vector<int>> told;  // node ids, by server
+  std::map<int, std::vector<int>> to_tell;  // node ids, by server
   {
     MutexLock lock(&job_->mu);
     if (job_->state != ScheduledJob::State::kActive) return;
     words = Words();
-    for (const Word& word : words) told[word.server] = ToTellOf(word.server);
+    for (const Word& word : words) to_tell[word.server] = ToTellOf(word.server);
   }
   for (const auto& [server, word, nodes] : words) {
-    for (const int id : told[server])
+    for (const int id : to_tell[server])
       Send(job_->links, Control::MEMBERS, id, membership::Pack(word), nodes);
   }
 }
@@ -207,12 +207,12 @@ std::string ServerPlaces::ReasonToGiveUp(Clock::time_point now) {
 }
 
 std::vector<int> ServerPlaces::ToTellOf(int server) const {
-  std::vector<int> told;
+  std::vector<int> to_tell;
   for (const auto& [id, member] : job_->roster.members()) {
     const bool is_there = !member.left || (member.lingers && !member.removed);
-    if (id != server && is_there) told.push_back(id);
+    if (id != server && is_there) to_tell.push_back(id);
   }
-  return told;
+  return to_tell;
 }
 
 void ServerPlaces::Emit(MembershipEvent::Kind kind, const Node& node, const std::string& reason) {

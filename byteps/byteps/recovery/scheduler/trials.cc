@@ -78,12 +78,13 @@ bool Trials::Acquit(int server) {
     for (auto it = begin; it != end; ++it) false_ones.push_back(it->second);
     accusations_.erase(begin, end);
   }
-  for (const Accusation& one : false_ones) {
-    if (IsServerId(one.accuser)) {
-      const std::string reason = scheduler_->NameOf(one.accuser) + " cannot go on: " + one.reason;
-      if (!places_->Lose(one.accuser, reason)) scheduler_->FailJob(reason);
-    } else if (!replicas_->Lose(one.accuser, one.reason)) {
-      if (!places_->Lose(server, one.reason)) scheduler_->FailJob(one.reason);
+  for (const Accusation& accusation : false_ones) {
+    if (IsServerId(accusation.accuser)) {
+      const std::string reason =
+          scheduler_->NameOf(accusation.accuser) + " cannot go on: " + accusation.reason;
+      if (!places_->Lose(accusation.accuser, reason)) scheduler_->FailJob(reason);
+    } else if (!replicas_->Lose(accusation.accuser, accusation.reason)) {
+      if (!places_->Lose(server, accusation.reason)) scheduler_->FailJob(accusation.reason);
       return false;
     }
   }

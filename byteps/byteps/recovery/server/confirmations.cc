@@ -33,9 +33,9 @@ void Confirmations::SetAbsent(const std::set<int>& ranks) {
 }
 
 void Confirmations::ConfirmLocked(int rank, uint64_t before) {
-  const auto found = answered_.find(rank);
-  if (found == answered_.end()) return;
-  auto& requests = found->second;
+  const auto of_rank = answered_.find(rank);
+  if (of_rank == answered_.end()) return;
+  auto& requests = of_rank->second;
   while (!requests.empty() && requests.begin()->first < before) {
     CloseLocked(requests.begin()->second);
     requests.erase(requests.begin());

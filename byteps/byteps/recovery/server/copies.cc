@@ -199,8 +199,8 @@ CopyRecord Copies::RecordOf(uint64_t key, SharedBytes* values) {
   if (copy == nullptr) throw std::runtime_error("there is no copy of a part of it");
   LastRound last;
   if (copy->last) {
-    const UpdatedRound& kept = *copy->last;
-    last = {kept.number, kept.update.get(), kept.sum, kept.excused};
+    const UpdatedRound& round = *copy->last;
+    last = {round.number, round.update.get(), round.sum, round.excused};
   }
   return RecordOfAll(*copy->declaration, *copy->state, last, values);
 }

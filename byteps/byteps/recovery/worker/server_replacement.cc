@@ -30,9 +30,9 @@ ServerReplacement::ServerReplacement(bool has_backups, int num_servers)
     : has_backups_(has_backups), places_(num_servers), kept_(num_servers) {}
 
 int ServerReplacement::ServerOf(uint64_t turn) const {
-  const auto found = std::find_if(places_.begin(), places_.end(),
+  const auto match = std::find_if(places_.begin(), places_.end(),
                                   [turn](const Place& place) { return place.turn == turn; });
-  return turn == 0 || found == places_.end() ? -1 : static_cast<int>(found - places_.begin());
+  return turn == 0 || match == places_.end() ? -1 : static_cast<int>(match - places_.begin());
 }
 
 // ------------------------------------------------------------------ while no server is lost
@@ -184,8 +184,8 @@ void ServerReplacement::OnResumed(const Message& answer) {
     ps::WriterLock lock(&mu_);
     server = ServerOf(answer.number);
     if (server < 0) return PS_PROBE(kReplacedAgain);
-    const std::vector<KeptSum> kept = kept_.Of(server);
-    places_[server].to_give = {kept.begin(), kept.end()};
+    const std::vector<KeptSum> kept_sums = kept_.Of(server);
+    places_[server].to_give = {kept_sums.begin(), kept_sums.end()};
     places_[server].given_in_flight = 0;
   }
   if (answer.failed) return fail_(answer.body);

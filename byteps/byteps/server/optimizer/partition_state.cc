@@ -93,9 +93,9 @@ void PartitionState::ReadHeld(size_t offset, size_t bytes, char* values) const {
   float chunk[kChunk];
   const size_t first = offset / sizeof(float), count = bytes / sizeof(float);
   for (size_t begin = 0; begin < count; begin += kChunk) {
-    const size_t some = std::min(kChunk, count - begin);
-    WidenParameters(rule_.held, Held(first + begin), chunk, some);
-    memcpy(values + begin * sizeof(float), chunk, some * sizeof(float));
+    const size_t chunk_elements = std::min(kChunk, count - begin);
+    WidenParameters(rule_.held, Held(first + begin), chunk, chunk_elements);
+    memcpy(values + begin * sizeof(float), chunk, chunk_elements * sizeof(float));
   }
 }
 

@@ -187,9 +187,10 @@ BYTEPS_INLINE inline uint64_t ZerosLoop(const void* values, size_t n) {
   uint64_t zeros = 0;
   for (size_t i = 0; i < n;) {
     const size_t end = std::min(n, i + (size_t{1} << 20));
-    uint32_t some = 0;  // 32 bits, like the values, so that the compiler vectorises the loop
-    for (; i < end; ++i) some += E::Get(values, i) == 0.0f ? 1 : 0;
-    zeros += some;
+    uint32_t zeros_of_chunk =
+        0;  // 32 bits, like the values, so that the compiler vectorises the loop
+    for (; i < end; ++i) zeros_of_chunk += E::Get(values, i) == 0.0f ? 1 : 0;
+    zeros += zeros_of_chunk;
   }
   return zeros;
 }
