@@ -149,7 +149,7 @@ recipes: $(if $(BRIDGE),setup-hf,setup) ## recipes that work with the flags: MEG
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rl: setup-rl ## reinforcement learning through verl: a user's command line, failures
-	@$(PYTHON_RL) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
+	@$(PYTHON_RL) -m pytest $(PYTEST_ARGS) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(or $(TESTS),tests/reinforcement)
 
 test-frameworks: setup-frameworks ## torchtitan, Lightning, transformers, DeepSpeed: scripts that know nothing of byteps
 	@$(PYTHON_FRAMEWORKS) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/frameworks)

@@ -15,11 +15,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.layouts.hugging_face.runs import LAYOUTS, PROGRAMS, Layout, Outcome, compare
+from tests.layouts.hugging_face.runs import KINDS, LAYOUTS, PROGRAMS, Layout, Outcome, compare
 from tests.layouts.job import data_arguments, start_fork_server, tiny_dataset
 from tests.layouts.table import Table, parse, parser_of, run_table
 
 MADE_BY = "`make hf-layouts MARKDOWN=docs/results/integrations.md`; not to be edited by hand"
+CELLS = [(layout, lora) for layout in LAYOUTS for lora in (False, True)]
+CELLS += [(layout, True) for layout in KINDS]
 TABLE = Table(
     begin=f"<!-- made by {MADE_BY} -->",
     head=(
@@ -27,7 +29,7 @@ TABLE = Table(
         *("transformers", "peft", "sent"),
     ),
     align="llllrrr",
-    keys=[(layout.name, lora) for layout in LAYOUTS for lora in (False, True)],
+    keys=[(layout.name, lora) for layout, lora in CELLS],
     key_of=lambda cells: (cells[0], cells[2].startswith("adapters")),
 )
 
@@ -46,9 +48,9 @@ def title(cell: tuple[Layout, bool]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    layouts, options = parse(parser_of(__doc__, devices=False), LAYOUTS, arguments)
+    layouts, options = parse(parser_of(__doc__, devices=False), [*LAYOUTS, *KINDS], arguments)
     start_fork_server([PROGRAMS])
-    cells = [(layout, lora) for layout in layouts for lora in (False, True)]
+    cells = [cell for cell in CELLS if cell[0] in layouts]
     with tempfile.TemporaryDirectory(prefix="hf-layouts-") as scratch:
         folder = Path(scratch)
         data = data_arguments(tiny_dataset(folder))

@@ -56,10 +56,11 @@ class Run:
 
 TP2, PP2 = ("--tensor", "2"), ("--pipeline", "2")
 EP2 = ("--expert", "2", "--experts", "4")
-LORA, SERVERS = ("--lora", "8"), ("--server-optimizer",)
+LORA, SERVERS, REWARDS = ("--lora", "8"), ("--server-optimizer",), ("--reward-model",)
 RUNS = (
     Run(name="dp2-grpo", training="dp2"),
     Run(name="dp2-ppo", training="dp2", algorithm="ppo"),
+    Run(name="five-roles-ppo", training="dp2, reward model", cut=REWARDS, algorithm="ppo"),
     Run(name="dp2-to-tp2-grpo", training="dp2", rollout=2),
     Run(name="dp2-to-tp2-grpo-async", training="dp2", rollout=2, mode="colocate_async"),
     Run(name="dp2-grpo-async", training="dp2", mode="colocate_async"),
