@@ -39,7 +39,7 @@ class MemoryReserve {
     GiveUp();
     bool is_told = Tell(thrown, failed);
     while (!is_told && std::chrono::steady_clock::now() < deadline) {
-      // Other threads may free memory during the pause.
+      // Ended by memory that other threads free; deadline: kPatience.
       std::this_thread::sleep_for(kPause);
       is_told = Tell(thrown, failed);
     }
