@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from byteps.torch.diloco import outer_rate
 
 from bench.learning.model import Size
 from bench.learning.replicas import LocalSteps
@@ -48,15 +49,14 @@ class Best:
     batch: int
     """Number of sequences of 512 tokens per replica and step."""
     rate: float
-    outer_rate: float
 
 
 BEST = {
-    0: Best(batch=30, rate=1.1e-2, outer_rate=0.0),
-    1: Best(batch=120, rate=1.1e-2, outer_rate=0.4),
-    2: Best(batch=64, rate=7e-3, outer_rate=0.6),
-    4: Best(batch=38, rate=5e-3, outer_rate=0.6),
-    8: Best(batch=24, rate=4e-3, outer_rate=0.8),
+    0: Best(batch=30, rate=1.1e-2),
+    1: Best(batch=120, rate=1.1e-2),
+    2: Best(batch=64, rate=7e-3),
+    4: Best(batch=38, rate=5e-3),
+    8: Best(batch=24, rate=4e-3),
 }
 """Settings by number of replicas. 0 is the one job, which sums the gradients of four hosts."""
 
@@ -166,7 +166,7 @@ def run_count(options: argparse.Namespace, count: int, until: float) -> bool:
                 local = LocalSteps(
                     replicas=count,
                     every=options.every,
-                    lr=best.outer_rate,
+                    lr=outer_rate(count),
                     after=options.after,
                     form=options.form,
                 )

@@ -104,12 +104,14 @@ class Replicas:
         self._master.copy_(self.outer)
 
     def _average(self, differences: torch.Tensor) -> torch.Tensor:
+        if len(differences) == 1:  # A single replica sends nothing, and so rounds nothing.
+            return differences[0]
         if self._recipe.form == "bf16":
             return servers_mean(differences.to(torch.bfloat16)).float()
         form = FORMS[self._recipe.form]
         wire.encode(differences.view(-1), form, self._blocks, self._lost)
         wire.decode(self._blocks, form, differences.view(-1))
-        total = differences.mean(0)
+        total = servers_mean(differences)
         wire.encode(total, form, self._down, self._lost_down)
         wire.decode(self._down, form, total)
         return total

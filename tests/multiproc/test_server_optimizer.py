@@ -227,6 +227,14 @@ def test_steps_are_those_of_torch(make_cluster: Callable[..., Cluster], workers:
     make_cluster(workers=workers, servers=2).run("optimizer:equals_torch")
 
 
+def test_local_steps_are_those_of_the_benchmark(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=3, servers=2, env=IN_ORDER).run("learning:local_steps")
+
+
+def test_differences_in_few_bits_add_up(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=3, servers=2).run("optimizer:few_bits_add_up")
+
+
 def test_fragments(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1).run("optimizer:fragments")
 

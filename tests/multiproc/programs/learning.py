@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import byteps.torch as bps
 import torch
-from byteps.torch import ServerOptimizer
+from byteps.torch import ServerOptimizer, diloco
 
-from bench.learning.wires import RECIPES, AdamW, Hosts, Recipe
+from bench.learning.replicas import LocalSteps, Replicas
+from bench.learning.wires import RECIPES, AdamW, Hosts, Recipe, servers_mean
 from tests.multiproc.programs.job import Job
 
-FEW, KEPT = 128 * 150, 1000
+FEW, KEPT = 128 * 150, 1024
 """Number of values that travel in few bits, in several partitions, and that stay bf16."""
 STEPS = 4
 ADAMW = AdamW(clip=0.0)
@@ -102,3 +103,38 @@ def _on_servers(job: Job, name: str, recipe: Recipe, emulated: Emulated) -> None
         real = torch.cat([parameter.detach().flatten() for parameter in parameters])
         assert torch.equal(real, emulated.hosts.held), f"the parameters of step {step}"
     served.close()
+
+
+def local_steps(job: Job) -> None:
+    """Local steps after summed ones give the outer parameters of emulated replicas, bit by bit."""
+    bps.init()
+    for form in ("bf16", "int8", "int4"):
+        with job.check(form):
+            local = LocalSteps(replicas=job.size, every=2, after=3, form=form)
+            emulated = Replicas(torch.zeros(FEW + KEPT, dtype=torch.bfloat16), FEW, job.size)
+            torch.manual_seed(5)
+            emulated.start(local, ADAMW, torch.randn(FEW + KEPT) * 0.02)
+            mine = torch.nn.Parameter(emulated.outer.clone())
+            optimizer = optimizer_of([mine])
+            steps = diloco.LocalSteps(
+                [mine],
+                every=local.every,
+                lr=local.lr,
+                momentum=local.momentum,
+                after=local.after,
+                wire_dtype=torch.bfloat16 if form == "bf16" else form,
+                name=f"local {form}",
+            )
+            for step in range(1, 10):
+                rows = torch.stack([gradients(rank, step) for rank in range(job.size)])
+                numbers = torch.tensor(ADAMW.numbers(step, rate_at(step)))
+                emulated.step(rows[:, :FEW], rows[:, FEW:], numbers)
+                mine.grad = (servers_mean(rows) if step <= 3 else rows[job.rank]).float()
+                optimizer.param_groups[0]["lr"] = rate_at(step)
+                optimizer.step()
+                steps.step()
+                assert torch.equal(steps.state()[0], emulated.outer), f"step {step}"
+            steps.exchange()
+            emulated.finish()
+            assert torch.equal(mine.detach(), emulated.outer), "the last exchange"
+    bps.shutdown()

@@ -372,6 +372,25 @@ def momentum_keeps_members_alike(job: Job) -> None:
     bps.shutdown()
 
 
+def few_bits_add_up(job: Job) -> None:
+    """After any number of exchanges the parameters are within a quantum of the sum of all moves,
+    even if each move of most values is less than half a quantum; all members have the same bits."""
+    bps.init()
+    for form, levels in (("int8", 127), ("int4", 7)):
+        with job.check(form):
+            mine, total = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)
+            steps = LocalSteps([mine], every=1, lr=1.0, momentum=0.0, wire_dtype=form, name=form)
+            move = torch.full_like(mine, 0.3 / levels)
+            move[::50] = 1.0  # The scale of a block follows its largest value.
+            for number in range(1, 31):
+                mine.add_(move * (1 - 0.1 * job.rank) * (-1) ** (number // 10))
+                total += move.double() * (1.05 - 0.05 * job.size) * (-1) ** (number // 10)
+                steps.step()
+                assert (mine - total).abs().max() < 1 / levels, f"exchange {number}"
+                assert _alike(job, mine, form)
+    bps.shutdown()
+
+
 def refused(job: Job) -> None:
     bps.init()
     parameters = [torch.ones(4)]
@@ -381,7 +400,7 @@ def refused(job: Job) -> None:
         ({"every": 3, "delay": 3}, "delay=3 must be less than every=3"),
         ({"every": 3, "momentum": 1.0}, "momentum=1.0 from 0"),
         ({"every": 3, "lr": 0.0}, "lr=0.0 must be positive"),
-        ({"every": 3, "wire_dtype": torch.int8}, "wire_dtype=torch.int8"),
+        ({"every": 3, "wire_dtype": torch.float16}, "wire_dtype=torch.float16 must be one of"),
     )
     for settings, text in wrong:
         with job.check_raises(str(settings), ValueError, text):
