@@ -1,4 +1,4 @@
-"""Contents and times of the exchanges of ``--dpu-outer``, without a job."""
+"""Contents and times of the outer steps of ``--dpu-outer``, without a job."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ ARGS = Namespace(
     dpu_outer="6,after=4,fragments=2,delay=1",
     deterministic_mode=False,
     curr_iteration=0,
+    iteration=0,
+    train_iters=100,
 )
 
 
@@ -25,7 +27,7 @@ class Exchanged:
     made: list[Exchanged]
 
     def __init__(self, parameters: list[torch.Tensor], **options: Any) -> None:
-        self.parameters, self.options, self.steps = parameters, options, 0
+        self.parameters, self.options, self.steps = parameters, options, options["done"]
         Exchanged.made.append(self)
 
     def step(self) -> bool:
@@ -68,6 +70,8 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer_steps.bytepslib.diloco, "LocalSteps", Exchanged)
     monkeypatch.setattr(outer_steps, "_running", None)
     monkeypatch.setattr(job, "_each_step", True)
+    monkeypatch.setattr(job, "_count", 2)
+    monkeypatch.setattr(job.bytepslib.members, "are_alike", lambda *args: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
 
 
@@ -110,27 +114,36 @@ def test_buffers_that_are_saved_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     assert [tensor.data_ptr() for tensor in seen] == [tensor.data_ptr() for tensor in wanted]
 
 
-def test_local_steps_begin_though_the_iteration_was_skipped() -> None:
-    """Local steps begin, even if --iterations-to-skip skips the iteration named by `after`."""
+def test_replicas_step_alone_after_the_summed_steps() -> None:
     layer = Layer()
-    optimizer = optimizer_of(layer.weight)
-    for iteration in (1, 2, 3, 6, 7):  # Iterations are counted from 1.
-        args = Namespace(**{**vars(ARGS), "curr_iteration": iteration - 1})
-        outer_steps.iteration_ended(args, [layer], optimizer)
-        assert outer_steps.running() == (iteration >= 6)
-    assert outer_steps.done() == 1
-    # Steps are counted, not iterations.
-    assert not outer_steps.meets(args)
+    outer_steps.begin(ARGS, [layer], optimizer_of(layer.weight))
+    for step in range(1, 13):
+        assert job.sums_gradients() == (step <= 4)
+        # An iteration of --iterations-to-skip is no step.
+        outer_steps.iteration_ended(Namespace(**{**vars(ARGS), "curr_iteration": 5 + step}))
+        assert outer_steps.done() == step
+        assert outer_steps.steps_alone() == (step >= 4)
+        assert outer_steps.meets(ARGS) == (step in (1, 2, 3, 6, 12))
+
+
+def test_one_job_makes_outer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are summed in each step, and no buffer is averaged."""
+    monkeypatch.setattr(job, "_count", 1)
+    layer = Layer()
+    outer_steps.begin(ARGS, [layer], optimizer_of(layer.weight))
     for _ in range(5):
-        outer_steps.iteration_ended(args, [layer], optimizer)
-    assert outer_steps.meets(args)
+        outer_steps.iteration_ended(ARGS)
+    (parameters,) = Exchanged.made
+    assert (parameters.options["group"], parameters.steps) == ((0,), 5)
+    assert job.sums_gradients()
 
 
 WRONG = {
     "": "STEPS must be a whole number of at least 0, not ''",
     "x": "STEPS must be a whole number of at least 0, not 'x'",
     "0": "STEPS must be 1 or more",
-    "5,delay": "'delay' is not NAME=VALUE, where NAME is lr, momentum, after, delay, fragments",
+    "5,delay": "'delay' is not NAME=VALUE, where NAME is lr, momentum, after, delay, fragments, "
+    "dtype",
     "5,steps=6": "'steps=6' is not NAME=VALUE, where NAME is lr,",
     "5,": "'' is not NAME=VALUE",
     "5,lr=1,lr=2": "lr is given twice",
@@ -139,6 +152,8 @@ WRONG = {
     "5,fragments=9": "fragments must be from 1 to STEPS, 5",
     "5,fragments=0": "fragments must be from 1 to STEPS, 5",
     "5,delay=5": "delay must be less than STEPS, 5",
+    "5,lr=0": "lr must be more than 0, and momentum less than 1",
+    "5,dtype=int2": "dtype must be one of int8, int4, bfloat16, float32, not 'int2'",
 }
 
 
@@ -151,6 +166,8 @@ def test_outer_steps_that_cannot_be_are_refused_by_name(text: str) -> None:
 def test_outer_steps_are_one_flag() -> None:
     assert outer_settings.parse(None).steps == 1
     assert outer_settings.parse("30") == outer_settings.Outer(steps=30)
-    assert outer_settings.parse("8,momentum=0.5,lr=1,after=9,fragments=2,delay=3") == (
-        outer_settings.Outer(steps=8, momentum=0.5, lr=1.0, after=9, fragments=2, delay=3)
+    assert outer_settings.parse("8,momentum=0.5,lr=1,after=9,fragments=2,delay=3,dtype=int4") == (
+        outer_settings.Outer(
+            steps=8, momentum=0.5, lr=1.0, after=9, fragments=2, delay=3, dtype="int4"
+        )
     )

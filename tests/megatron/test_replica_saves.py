@@ -26,7 +26,7 @@ class Others:
         monkeypatch.setattr(saves.job, "sum_over_replicas", self.answer)
         monkeypatch.setattr(saves.job, "most_inside", list)
         monkeypatch.setattr(saves.job, "replicas_are_alike", lambda model: True)
-        monkeypatch.setattr(saves.outer_steps, "before_save", lambda model: None)
+        monkeypatch.setattr(saves.outer_steps, "before_save", lambda: None)
         monkeypatch.setattr(saves.outer_steps, "save", lambda *args: self.saved.append("outer"))
         monkeypatch.setattr(saves.lost_samples, "take_missing", lambda: {0})
         monkeypatch.setattr(

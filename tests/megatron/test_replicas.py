@@ -213,6 +213,50 @@ def test_outer_steps_learn(prefix: Path, tmp_path: Path) -> None:
     assert run["losses"] != plain["losses"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "rate"),
+    [
+        pytest.param(EACH_STEP, 0.6, id="replicas"),
+        pytest.param(None, 0.4, id="one job", marks=pytest.mark.thorough),
+    ],
+)
+def test_outer_steps_are_those_of_torch(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any, rate: float
+) -> None:
+    """Two replicas make the steps of torch's SGD from the mean of their parameters, and a job makes
+    them from its own. Summed steps fill the momentum. An evaluation finds the outer parameters."""
+    every, after, steps = 3, 4, 11
+    monkeypatch.setattr(bench, "PACED", Path(__file__).with_name("recorded_gpt.py"))
+    monkeypatch.setenv("RECORD", str(tmp_path))
+    outer_flag = ("--dpu-outer", f"{every},after={after},dtype=float32")
+    evaluate = ("--split", "80,20,0", "--eval-interval", "5", "--eval-iters", "1")
+    words = ("--replicas", "2", "--steps", str(steps), "--pace", "0.001")
+    run = bench.train(options_of(*words, megatron=(*outer_flag, *evaluate)), prefix, setting)
+    assert len(run["checksums"]) == 1
+    records = [torch.load(path) for path in sorted(tmp_path.glob("*.pt"))]
+    assert len(records) == 2
+    outer = torch.nn.Parameter(records[0]["begin"])
+    nesterov = torch.optim.SGD([outer], lr=rate, momentum=0.9, nesterov=True)
+    for step in range(1, steps + 1):
+        before = [record["before"][step - 1] for record in records]
+        found = [record["after"][step - 1] for record in records]
+        assert torch.equal(*before) == (setting is None or step <= after)
+        is_due = step % every == 0 or step == steps
+        if is_due:
+            outer.grad = outer.detach() - torch.stack(before).mean(0)
+            nesterov.step()
+        if is_due and step <= after:
+            outer.data.copy_(before[0])
+        is_outer = is_due and step > after
+        for mine, own in zip(found, before, strict=True):
+            torch.testing.assert_close(
+                mine, outer.detach() if is_outer else own, rtol=0, atol=2e-6 * is_outer
+            )
+        assert torch.equal(*found) or not is_outer
+        for record in records if step in (5, 10) else []:
+            torch.testing.assert_close(record["evaluated"][step], outer.detach(), rtol=0, atol=2e-6)
+
+
 @pytest.mark.thorough
 def test_replicas_that_begin_differently_are_told(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +284,11 @@ OUTER_REFUSED = {
     "dpu_optimizer": (True, "--dpu-optimizer: its servers make each step"),
     "optimizer": ("muon", "--optimizer=muon"),
     "use_precision_aware_optimizer": (True, "--use-precision-aware-optimizer"),
-    "dpu_reduce_wire_dtype": ("int8", "exchanged as bf16"),
+    "use_torch_fsdp2": (True, "--use-torch-fsdp2: it shards parameters"),
+}
+OUTER_REPLICAS_REFUSED = {
+    **OUTER_REFUSED,
+    "dpu_reduce_wire_dtype": ("int8", "dtype= of --dpu-outer"),
     "world_size": (2, "needs --use-distributed-optimizer"),
 }
 
@@ -291,20 +339,21 @@ def test_a_quorum_is_so_many_replicas_and_seconds(
     replica_refusals.check(arguments(dpu_quorum="2@1.5"))
 
 
-@pytest.mark.parametrize("name", OUTER_REFUSED)
+@pytest.mark.parametrize("name", OUTER_REPLICAS_REFUSED)
 def test_refused_with_outer_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    value, text = OUTER_REFUSED[name]
+    value, text = OUTER_REPLICAS_REFUSED[name]
+    given = arguments(dpu_outer="5", **{name: value})
+    if name in OUTER_REFUSED:
+        with pytest.raises(ValueError, match=text):
+            replica_refusals.check(given)
+    else:
+        replica_refusals.check(given)
     monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
-    replica_refusals.check(arguments(**{name: value}))
     with pytest.raises(ValueError, match=text):
-        replica_refusals.check(arguments(dpu_outer="5", **{name: value}))
+        replica_refusals.check(given)
 
 
-def test_replicas_need_the_flag_and_outer_steps_need_replicas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ValueError, match="needs replicas that step by themselves"):
-        replica_refusals.check(arguments(dpu_outer="5"))
+def test_replicas_need_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         replica_refusals.check(arguments(dpu_outer="0"))
     monkeypatch.setenv("BYTEPS_REPLICA", "0/2")

@@ -8,36 +8,45 @@ servers that add, and pull the sum) if that needs less time on the links than th
 gradient scaling, and the optimizer's inputs.
 
 Megatron calls this package through the hooks below, each in a line or two. The rule for hooks:
-Megatron calls a hook unconditionally, and the hook checks its flag first (``use_dpu_reduce`` or
-``dpu_optimizer``, in ``hooks``). So a flag is tested in a single place, and without it a hook costs
-only a call. Two hooks only decide whether another is called: ``reduces`` and ``keeps_optimizer``.
+Megatron calls a hook unconditionally, and the hook checks its flag first (``use_dpu_reduce``,
+``dpu_optimizer`` or ``dpu_outer``, in ``hooks``). So a flag is tested in a single place, and
+without it a hook costs only a call. Two hooks only decide whether another is called: ``reduces``
+and ``keeps_optimizer``.
 
 ============================  ======================================================
-``add_arguments``             the argument parser is being built ``translate_args``
-arguments are parsed: switch off what servers do instead of ranks ``translate_config``          a
-``DistributedDataParallelConfig`` is used: the same ``validate_args``             arguments are
-derived: refuse what is not supported ``validate_ddp_config``       a
-``DistributedDataParallelConfig`` is created ``fully_sharded``             a fully sharded wrapper
-is built: log which sums it keeps ``initialize``                torch.distributed is initialized:
-start BytePS once ``separate_buffers``          DDP has grouped parameters: move some to separate
-buffers ``register``                  a ``DistributedDataParallel`` was built: plan its buckets
-``reduces``                   a bucket group is ready: does BytePS sum it? ``start_grad_sync``
-if so: sum it ``outer_reduction``           shards are ready: sum them over replicas
+``add_arguments``             the argument parser is being built
+``translate_args``            arguments are parsed: switch off what servers do instead of ranks
+``translate_config``          a ``DistributedDataParallelConfig`` is used: switch off likewise
+``validate_args``             arguments are derived: refuse what is not supported
+``validate_ddp_config``       a ``DistributedDataParallelConfig`` is created
+``fully_sharded``             a fully sharded wrapper is built: log which sums it keeps
+``initialize``                torch.distributed is initialized: start BytePS once
+``separate_buffers``          DDP has grouped parameters: move some to separate buffers
+``register``                  a ``DistributedDataParallel`` was built: plan its buckets
+``reduces``                   a bucket group is ready: does BytePS sum it?
+``start_grad_sync``           if so: sum it
+``outer_reduction``           shards are ready: sum them over replicas
 ``outside_graph``             decorator for the recording and replay of a step's CUDA graph
 ``keeps_optimizer``           an optimizer is being made: do servers keep it?
-``make_server_optimizer``     if so: make it ``gradients_will_be_zeroed``  DDP is about to zero its
-gradients ``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
+``make_server_optimizer``     if so: make it
+``gradients_will_be_zeroed``  DDP is about to zero its gradients
+``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
 ``save_feedback``             a checkpoint's state is complete, before it is saved
-``ask_for_feedback``          a state is described, before it is loaded ``load_feedback``
-a state was loaded ``step_ended``                the optimizer has made or skipped its step
-``write_metrics``             TensorBoard and wandb write an iteration's values ``replicas_of``
-the data-parallel size is derived: count the replicas ``model_is_built``            model and
-optimizer are built, datasets are not ``training_begins``           datasets are built too
-``serialize_dataset_builds``  decorator for functions that build datasets ``sum_over_replicas``
-data-parallel ranks have summed a few numbers ``agreed_norm``               the gradient norm is
-known ``wanted_by_any``             does a rank of any replica want to end the job?
-``iteration_ended``           an iteration has ended: a replica may join ``saved_once``
-decorator for the function that saves a checkpoint ``shutdown``                  training has ended
+``ask_for_feedback``          a state is described, before it is loaded
+``load_feedback``             a state was loaded
+``step_ended``                the optimizer has made or skipped its step
+``write_metrics``             TensorBoard and wandb write an iteration's values
+``replicas_of``               the data-parallel size is derived: count the replicas
+``model_is_built``            model and optimizer are built, datasets are not
+``training_begins``           datasets are built too
+``serialize_dataset_builds``  decorator for functions that build datasets
+``sum_over_replicas``         data-parallel ranks have summed a few numbers
+``agreed_norm``               the gradient norm is known
+``wanted_by_any``             does a rank of any replica want to end the job?
+``iteration_ended``           an iteration has ended: a replica may join
+``saved_once``                decorator for the function that saves a checkpoint
+``of_outer_parameters``       decorator for the function that evaluates the model
+``shutdown``                  training has ended
 ============================  ======================================================
 
 =====================  ============================================================
@@ -60,7 +69,7 @@ decorator for the function that saves a checkpoint ``shutdown``                 
 ``saves``              checkpoints that one replica saves for all
 ``lost_samples``       samples that were not trained on
 ``data_slots``         a rank's part of each batch, counted over all replicas
-``outer_settings``     when and how replicas exchange parameters
+``outer_settings``     when and how outer steps are made
 ``outer_steps``        these exchanges, and steps that a slow replica skips
 ``step_log``           metrics of a step, for TensorBoard and wandb
 ``summed_later``       parameters in separate buffers: matrices that ranks update (Muon),
@@ -92,6 +101,7 @@ from .hooks import (
     make_server_optimizer,
     mean_over_replicas,
     model_is_built,
+    of_outer_parameters,
     outer_reduction,
     outside_graph,
     reduces,
@@ -135,6 +145,7 @@ __all__ = [
     "make_server_optimizer",
     "mean_over_replicas",
     "model_is_built",
+    "of_outer_parameters",
     "outer_reduction",
     "outside_graph",
     "reduces",

@@ -92,10 +92,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="STEPS[,NAME=VALUE...]",
         help="With replicas (BYTEPS_REPLICA): each steps its own optimizer, and all exchange "
-        "parameters once in STEPS steps (DiLoCo). after=0: steps before, in each of which "
-        "gradients are summed. delay=0: steps that an exchange may take, while replicas go on. "
-        "fragments=1: parts of the model that are exchanged at different steps. lr=0.7, "
-        "momentum=0.9: of the outer steps. Default: gradients are summed in each step.",
+        "parameters once in STEPS steps (DiLoCo). One job makes outer steps too. lr, momentum=0.9: "
+        "of the outer steps; lr is 0.4 for one job, 0.6 for 2 to 4 replicas, 0.8 for more. "
+        "dtype=bfloat16: of what replicas send; also float32, int8 and int4. after=0: steps "
+        "before, in each of which gradients are summed, and which fill the momentum. delay=0: "
+        "steps that an exchange may take, while replicas go on. fragments=1: parts of the model "
+        "that are exchanged at different steps. Default: gradients are summed in each step.",
     )
     group.add_argument(
         "--dpu-quorum",

@@ -206,15 +206,12 @@ def _resumes_feedback(args: Namespace) -> bool:
     return few and not args.finetune and not args.no_load_optim
 
 
-def step_ended(
-    args: Namespace, successful: bool, model: Sequence[Any] = (), optimizer: Any = None
-) -> None:
+def step_ended(args: Namespace, successful: bool) -> None:
     """Handle the end of a step. If all ranks have skipped it, drop rounding losses, because they
-    belong to discarded gradients. Replicas with local steps may exchange."""
+    belong to discarded gradients. An outer step may be due."""
     if not successful:
         _forget_lost(args)
-    if job.replicas() > 1:
-        outer_steps.iteration_ended(args, model, optimizer)
+    outer_steps.iteration_ended(args)
 
 
 def replicas_of(args: Namespace) -> int:
@@ -229,7 +226,7 @@ def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
     if getattr(args, "use_dpu_reduce", False):
         step_log.begin(args)
     if job.replicas() == 1:
-        return
+        return outer_steps.begin(args, model, optimizer)
     if not bytepslib.members.is_late():
         outer_steps.begin(args, model, optimizer)
         for server_optimizer in replica_state.kept_by_servers(outer_steps.inner(optimizer)):
@@ -237,11 +234,9 @@ def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
     replica_changes.listen(args)
 
 
-def leaves_out_step(
-    args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
-) -> bool:
+def leaves_out_step(args: Namespace, data: Any, scheduler: Any) -> bool:
     """Return whether this iteration is skipped: see `.outer_steps.leaves_out`."""
-    return job.replicas() > 1 and outer_steps.leaves_out(args, data, model, optimizer, scheduler)
+    return job.replicas() > 1 and outer_steps.leaves_out(args, data, scheduler)
 
 
 def serialize_dataset_builds(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,16 +308,29 @@ def saved_once(save: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(save)
     def wrapped(iteration: int, model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-        if job.replicas() == 1:
-            return save(iteration, model, *args, **kwargs)
         # The import is here, because megatron.training calls the decorated function.
         from megatron.training.global_vars import get_args
 
         def saves_this() -> None:
             save(iteration, model, *args, **kwargs)
 
+        if job.replicas() == 1:
+            outer_steps.before_save()
+            outer_steps.save(get_args(), iteration)
+            return saves_this()
         stays = not replica_changes.leaves()
         return saves.save_once(saves_this, get_args(), model, iteration, stays=stays)
+
+    return wrapped
+
+
+def of_outer_parameters(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that evaluates the model, so that it finds the outer parameters."""
+
+    @functools.wraps(evaluate)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with outer_steps.outer_parameters():
+            return evaluate(*args, **kwargs)
 
     return wrapped
 

@@ -3,11 +3,18 @@
 """Local steps (``--dpu-outer``): replicas step on their own, and exchange parameters once in many
 steps.
 
+A step counts from the start of training, so exchanges are at multiples of the flag's STEPS::
+
+    steps 1 to `after`   gradients are summed; exchanges only fill the outer momentum
+    later                each replica steps; exchanges are outer steps
+    one job, no replica  gradients are summed in each step; outer steps send nothing
+    evaluation           parameters and buffers are those of the last exchange meanwhile
+    checkpoint, end      an exchange, if a step was made since the last one
+
 Replicas exchange the fp32 parameters that the inner optimizers step. Each rank exchanges the
 parameters that it owns, possibly none. Saved buffers (biases of routers, for example) are averaged
 over replicas at the same time. :mod:`byteps.torch.diloco` does the arithmetic. The number of steps
-is saved, so that a resumed job exchanges at the same steps as an uninterrupted job. Everything is
-exchanged before a checkpoint is saved, so that all replicas have the saved model.
+is saved, so that a resumed job exchanges at the same steps as an uninterrupted job.
 
 When ``--dpu-quorum`` replicas have reached an exchange, a slower replica skips its remaining steps.
 It reads past the samples of these steps, and exchanges the result of fewer steps. Until the next
@@ -22,6 +29,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,27 +42,29 @@ _running: OuterSteps | None = None
 
 
 class OuterSteps:
-    """Exchanges of this rank's parameters, from the first local step on."""
+    """Exchanges of this rank's parameters."""
 
     def __init__(
         self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int, joins: bool = False
     ) -> None:
-        """`done`: number of local steps made before; more than 0 in a resumed job. `joins`: whether
-        this replica copies the state of another one, so that parameters are not compared."""
+        """`done`: number of steps made before. `joins`: whether this replica copies the state of
+        another one, so that parameters are not compared."""
         self._model, self._optimizers = model, list(inner(optimizer))
         self.done = done
-        """Number of local steps made. This object counts them, because a rank may own no exchanged
+        """Number of steps made. This object counts them, because a rank may own no exchanged
         parameters."""
         outer = outer_settings.parse(args.dpu_outer)
         every, fragments = outer.steps, outer.fragments
         # Every rank takes part, even if its parameters are too few to be cut.
-        self._every = every
+        self._every, self._after = every, outer.after
         self._begins = {(part + 1) * every // fragments % every for part in range(fragments)}
         common = {
             "every": every,
+            "after": outer.after,
             "delay": outer.delay,
-            "group": job.peers(),
+            "group": job.peers() or (0,),  # Without --use-dpu-reduce this rank exchanges nothing.
             "compare": not joins,
+            "done": done,
             "in_order": args.deterministic_mode,
         }
         self._parts = [
@@ -63,6 +73,7 @@ class OuterSteps:
                 lr=outer.lr,
                 momentum=outer.momentum,
                 fragments=fragments,
+                wire_dtype=outer.dtype,
                 name=f"{_NAME}{index}",
                 **common,
             )
@@ -70,7 +81,8 @@ class OuterSteps:
             if (parameters := [p for p in stepped(optimizer) if p.numel()])
         ]
         buffers = [buffer for buffer in job.saved_buffers(model) if buffer.is_floating_point()]
-        if buffers := [buffer for buffer in buffers if buffer.numel()]:
+        buffers = [buffer for buffer in buffers if buffer.numel()]
+        if buffers and job.replicas() > 1:
             mean = bytepslib.diloco.LocalSteps(
                 buffers,
                 lr=1.0,
@@ -80,12 +92,14 @@ class OuterSteps:
                 **common,
             )
             self._parts.append(mean)
-        for part in self._parts:
-            part.steps = done
-        job.leave_each_other()
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether replicas make the next step on their own."""
+        return self.done >= self._after
 
     def step(self) -> bool:
-        """Count an iteration. Return whether an exchange has begun; the result is the same on all
+        """Count an iteration. Return whether replicas have begun to exchange; the same on all
         ranks."""
         self.done += 1
         changed = False
@@ -93,10 +107,10 @@ class OuterSteps:
             changed |= part.step()
         if changed:
             self._to_model()
-        return self.done % self._every in self._begins
+        return self.done > self._after and self.done % self._every in self._begins
 
     def exchange(self) -> None:
-        """Exchange all parameters now."""
+        """Exchange all parameters now, if replicas step on their own."""
         for part in self._parts:
             part.exchange()
         self._to_model()
@@ -105,6 +119,16 @@ class OuterSteps:
         """Finish the exchanges in flight, after which this replica makes no more steps."""
         for part in self._parts:
             part.end()
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Context in which the model has the outer parameters and the averaged buffers."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.outer_parameters())
+            self._to_model()
+            yield
+        self._to_model()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the outer state."""
@@ -159,31 +183,38 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     Raises:
         RuntimeError: replicas begin with different parameters.
     """
-    if not job.replicas_are_alike(model):
+    global _running
+    if job.replicas() > 1 and not job.replicas_are_alike(model):
         raise RuntimeError(
             "--use-dpu-reduce: replicas have different parameters or buffers to begin with: give "
             "all of them the same --seed, --load and layout"
         )
-    outer = outer_settings.parse(args.dpu_outer)
-    if outer.steps > 1 and args.iteration >= outer.after:
-        _leave_each_other(args, model, optimizer, args.iteration - outer.after)
-        if args.iteration > outer.after:
-            _resume(args)
+    _running = None
+    outer = outer_settings.parse(getattr(args, "dpu_outer", None))
+    if outer.steps == 1:
+        return
+    _running = OuterSteps(args, model, optimizer, args.iteration)
+    if args.iteration > 0:
+        _resume(args)
+    if _running.steps_alone:
+        _leave_each_other(outer)
 
 
-def _end_of_iteration(args: Namespace, model: Sequence[Any], optimizer: Any) -> bool:
+def _end_of_iteration(args: Namespace) -> bool:
     """Handle an iteration in which the optimizer has made or skipped its step.
 
     Returns:
-        whether an exchange has begun.
+        whether replicas have begun to exchange.
     """
-    if _running is not None:
-        return _running.step()
-    # The iteration may be one of --iterations-to-skip.
+    if _running is None:
+        return False
     outer = outer_settings.parse(args.dpu_outer)
-    if outer.steps > 1 and args.curr_iteration + 1 >= outer.after:
-        _leave_each_other(args, model, optimizer)
-    return False
+    has_begun = _running.step()
+    if _running.done == outer.after:
+        _leave_each_other(outer)
+    if args.curr_iteration + 1 == args.train_iters:
+        _running.exchange()
+    return has_begun
 
 
 def before_join(model: Sequence[Any]) -> None:
@@ -212,9 +243,20 @@ def end_exchanges() -> None:
         _running.end()
 
 
-def running() -> bool:
-    """Return whether replicas step on their own."""
-    return _running is not None
+@contextmanager
+def outer_parameters() -> Iterator[None]:
+    """Context in which the model has the outer parameters, if there are any. Parameters have their
+    own values again afterwards."""
+    if _running is None:
+        yield
+        return
+    with _running.outer_parameters():
+        yield
+
+
+def steps_alone() -> bool:
+    """Return whether replicas make the next step on their own."""
+    return _running is not None and _running.steps_alone
 
 
 def is_of_exchange(name: str) -> bool:
@@ -223,40 +265,46 @@ def is_of_exchange(name: str) -> bool:
 
 
 def done() -> int:
-    """Return the number of local steps made; -1: gradients are summed in each step."""
+    """Return the number of steps made; -1: there are no outer steps."""
     return -1 if _running is None else _running.done
 
 
 def joined(args: Namespace, model: Sequence[Any], optimizer: Any, steps: int) -> None:
-    """Start after joining other replicas, which have made `steps` local steps."""
+    """Start after joining other replicas, which have made `steps` steps."""
     global _running
     if steps >= 0:
         _running = OuterSteps(args, model, optimizer, steps, joins=True)
+        if _running.steps_alone:
+            job.leave_each_other()
 
 
 def tensors() -> list[torch.Tensor]:
-    """Return the outer state of this rank. Empty if gradients are summed in each step."""
+    """Return the outer state of this rank. Empty if there are no outer steps."""
     return [] if _running is None else _running.tensors()
 
 
-def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, done: int = 0) -> None:
-    global _running
-    _running = OuterSteps(args, model, optimizer, done)
+def _leave_each_other(outer: outer_settings.Outer) -> None:
+    """Make outer steps from here on; replicas step on their own."""
+    count = job.replicas()
+    what = "this job makes an outer step"
+    if count > 1:
+        job.leave_each_other()
+        what = f"replica {job.replica()} of {count} steps by itself, and exchanges parameters"
     if torch.distributed.get_rank() == 0:
+        rate = bytepslib.diloco.outer_rate(count) if outer.lr is None else outer.lr
         print(
-            f"dpu_reduce: replica {job.replica()} of {job.replicas()} steps by itself from "
-            f"here on, and exchanges parameters once in "
-            f"{outer_settings.parse(args.dpu_outer).steps} steps",
+            f"dpu_reduce: from here on {what} once in {outer.steps} steps, with rate {rate:g} and "
+            f"momentum {outer.momentum:g}",
             flush=True,
         )
 
 
 def meets(args: Namespace) -> bool:
     """Return whether replicas meet after this iteration. Only then can they agree on something."""
-    return _running is None or _running.done % outer_settings.parse(args.dpu_outer).steps == 0
+    return not steps_alone() or done() % outer_settings.parse(args.dpu_outer).steps == 0
 
 
-def before_save(model: Sequence[Any]) -> None:
+def before_save() -> None:
     """Exchange everything before a checkpoint is saved. All ranks of all replicas call this.
 
     Raises:
@@ -267,7 +315,7 @@ def before_save(model: Sequence[Any]) -> None:
 
 
 def save(args: Namespace, iteration: int) -> None:
-    """Save this rank's outer state next to the checkpoint, which this replica saves."""
+    """Save this rank's outer state, if there is any, next to the checkpoint."""
     if _running is not None:
         _running.save(_path(args.save, iteration))
 
@@ -324,9 +372,7 @@ class _Pace:
 _pace = _Pace()
 
 
-def leaves_out(
-    args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
-) -> bool:
+def leaves_out(args: Namespace, data: Any, scheduler: Any) -> bool:
     """Return whether this iteration is skipped. If so, this function has read the iteration's
     samples, advanced the learning rate, and made an exchange if one was due. All ranks of a replica
     call this.
@@ -338,7 +384,7 @@ def leaves_out(
     Raises:
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
     """
-    if not args.dpu_quorum or not running():
+    if not args.dpu_quorum or not steps_alone():
         return False
     awaited, had_time = _agree()
     if awaited and not _pace.awaited:
@@ -364,20 +410,20 @@ def leaves_out(
             iterator.advance()
     samples = microbatches * args.micro_batch_size * args.data_parallel_size
     scheduler.step(increment=samples * getattr(args, "gtp_weight_remat_size", 1))
-    iteration_ended(args, model, optimizer)
+    iteration_ended(args)
     if args.curr_iteration + 1 == args.train_iters:
         _tell(args, args.train_iters, args.consumed_train_samples + samples)
     return True
 
 
-def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """Update the pace at the end of an iteration."""
+def iteration_ended(args: Namespace) -> None:
+    """Make an outer step if it is due, and update the pace, at the end of an iteration."""
     now = time.monotonic()
     if _pace.began:
         took, _pace.began = now - _pace.began, 0.0
         _pace.step_s = min(took, _pace.step_s or took)
         _pace.computed += 1
-    if _end_of_iteration(args, model, optimizer):
+    if _end_of_iteration(args):
         waited = time.monotonic() - now
         _pace.had_time = not _pace.awaited and waited > _pace.step_s > 0
         _pace.quiet += not _pace.awaited

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 
-_BY_ITSELF = "it reduces gradients by itself"
-_OF_REPLICAS: tuple[Refusal, ...] = (
+_BY_ITSELF = "it shards parameters and reduces gradients by itself"
+_OF_SHARDS: tuple[Refusal, ...] = (
     Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_BY_ITSELF),
     Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_BY_ITSELF),
     Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_BY_ITSELF),
+)
+_OF_REPLICAS: tuple[Refusal, ...] = (
+    *_OF_SHARDS,
     Refusal(
         attributes=("num_distributed_optimizer_instances",),
         flag="--num-distributed-optimizer-instances",
@@ -56,7 +59,7 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
     Refusal(
         attributes=("dpu_optimizer",),
         flag="--dpu-optimizer",
-        reason="its servers make each step of the gradients of all replicas",
+        reason="its servers make each step",
     ),
     Refusal(
         attributes=("optimizer",),
@@ -74,14 +77,18 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
         flag="--optimizer-cpu-offload",
         reason="it moves the parameters that are exchanged",
     ),
+)
+"""Flags that are refused with ``--dpu-outer``."""
+
+_OF_OUTER_REPLICAS: tuple[Refusal, ...] = (
     Refusal(
         attributes=("dpu_reduce_wire_dtype",),
         flag="--dpu-reduce-wire-dtype",
-        reason="parameters are exchanged as bf16",
+        reason="dtype= of --dpu-outer sets the type of what replicas exchange",
         refused=FEW_BITS,
     ),
 )
-"""Flags that are refused with ``--dpu-outer``."""
+"""Flags that are refused with ``--dpu-outer`` and replicas."""
 
 
 def check_config(config: object) -> None:
@@ -124,18 +131,15 @@ def check(args: Namespace) -> None:
     _check_quorum(args, replica)
     given = getattr(args, "dpu_outer", None)
     every = outer_settings.parse(given).steps
+    if every > 1:
+        refuse_settings(args, (*_OF_OUTER_STEPS, *_OF_SHARDS), "--dpu-outer")
     if not replica:
-        if every > 1:
-            raise ValueError(
-                f"--dpu-outer={given} needs replicas that step by themselves: start each "
-                "with worker.sh --replica NUMBER/COUNT"
-            )
         return
     refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={replica}")
     _check_servers(args, f"BYTEPS_REPLICA={replica}")
     if every == 1:
         return
-    refuse_settings(args, _OF_OUTER_STEPS, "--dpu-outer")
+    refuse_settings(args, _OF_OUTER_REPLICAS, "--dpu-outer")
     own = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     if own > 1 and not args.use_distributed_optimizer:
         raise ValueError(

@@ -67,7 +67,7 @@ def save_once(
         byteps.torch.BytePSError: this replica was removed, or a server was lost.
     """
     global _begun
-    outer_steps.before_save(model)
+    outer_steps.before_save()
     missing = lost_samples.take_missing()
     if not job.replicas_are_alike(model):
         raise RuntimeError(
