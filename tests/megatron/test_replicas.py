@@ -239,7 +239,7 @@ def test_outer_steps_are_those_of_torch(
     nesterov = torch.optim.SGD([outer], lr=rate, momentum=0.9, nesterov=True)
     for step in range(1, steps + 1):
         before = [record["before"][step - 1] for record in records]
-        found = [record["after"][step - 1] for record in records]
+        stepped = [record["after"][step - 1] for record in records]
         assert torch.equal(*before) == (setting is None or step <= after)
         is_due = step % every == 0 or step == steps
         if is_due:
@@ -248,11 +248,11 @@ def test_outer_steps_are_those_of_torch(
         if is_due and step <= after:
             outer.data.copy_(before[0])
         is_outer = is_due and step > after
-        for mine, own in zip(found, before, strict=True):
+        for parameter, own in zip(stepped, before, strict=True):
             torch.testing.assert_close(
-                mine, outer.detach() if is_outer else own, rtol=0, atol=2e-6 * is_outer
+                parameter, outer.detach() if is_outer else own, rtol=0, atol=2e-6 * is_outer
             )
-        assert torch.equal(*found) or not is_outer
+        assert torch.equal(*stepped) or not is_outer
         for record in records if step in (5, 10) else []:
             torch.testing.assert_close(record["evaluated"][step], outer.detach(), rtol=0, atol=2e-6)
 

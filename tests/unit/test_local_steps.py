@@ -21,13 +21,13 @@ def single(parameter: torch.Tensor, **options: object) -> LocalSteps:
 
 def test_outer_steps_of_one_member_are_those_of_torch() -> None:
     """The momentum is filled in the first steps, which change no parameter."""
-    mine = torch.zeros(NUMEL)
-    steps = single(mine)
-    outer = torch.nn.Parameter(mine.clone())
+    parameter = torch.zeros(NUMEL)
+    steps = single(parameter)
+    outer = torch.nn.Parameter(parameter.clone())
     nesterov = torch.optim.SGD([outer], lr=0.4, momentum=0.9, nesterov=True)
-    own = mine.clone()
+    own = parameter.clone()
     for number, move in enumerate(moves(), 1):
-        mine += move
+        parameter += move
         own += move
         steps.step()
         if number % EVERY == 0:
@@ -36,51 +36,51 @@ def test_outer_steps_of_one_member_are_those_of_torch() -> None:
             if number <= AFTER:
                 outer.data.copy_(own)
             own.copy_(outer.detach())
-        torch.testing.assert_close(mine, own, rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameter, own, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_an_evaluation_finds_the_outer_parameters(delay: int) -> None:
-    mine = torch.zeros(NUMEL)
-    steps = single(mine, delay=delay, fragments=2)
+    parameter = torch.zeros(NUMEL)
+    steps = single(parameter, delay=delay, fragments=2)
     for number, move in enumerate(moves(), 1):
-        mine += move
+        parameter += move
         steps.step()
-        before = mine.clone()
+        before = parameter.clone()
         with steps.outer_parameters():
             outer = torch.cat(steps.state()[::2])
-            assert torch.equal(mine, before if number <= AFTER else outer)
-        assert torch.equal(mine, before)
+            assert torch.equal(parameter, before if number <= AFTER else outer)
+        assert torch.equal(parameter, before)
 
 
 def test_an_exchange_after_no_step_changes_nothing() -> None:
     """So a checkpoint that is saved right after an exchange does not change the training."""
-    mine = torch.zeros(NUMEL)
-    steps = single(mine)
+    parameter = torch.zeros(NUMEL)
+    steps = single(parameter)
     for number, move in enumerate(moves(), 1):
-        mine += move
+        parameter += move
         steps.step()
-        before = mine.clone()
+        before = parameter.clone()
         if number % EVERY == 0:
             steps.exchange()
-            assert torch.equal(mine, before)
+            assert torch.equal(parameter, before)
     steps.exchange()
-    assert not torch.equal(mine, before)
+    assert not torch.equal(parameter, before)
 
 
 @pytest.mark.parametrize("saved_at", [AFTER - 1, AFTER + 2])
 def test_a_state_goes_on_with_the_same_bits(saved_at: int) -> None:
-    mine = torch.zeros(NUMEL)
-    steps = single(mine)
+    parameter = torch.zeros(NUMEL)
+    steps = single(parameter)
     for number, move in enumerate(moves(), 1):
-        mine += move
+        parameter += move
         steps.step()
         if number == saved_at:
             steps.exchange()
-            other = mine.clone()
+            other = parameter.clone()
             again = single(other, done=number)
             again.load_state_dict(steps.state_dict())
         elif number > saved_at:
             other += move
             again.step()
-            assert torch.equal(other, mine)
+            assert torch.equal(other, parameter)

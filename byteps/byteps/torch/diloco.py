@@ -318,8 +318,8 @@ class LocalSteps:
         try:
             yield
         finally:
-            for now, kept in own:
-                now.copy_(kept)
+            for now, own_values in own:
+                now.copy_(own_values)
 
     def state(self) -> list[torch.Tensor]:
         """Return the outer parameters and the momentum of each fragment: the tensors in host

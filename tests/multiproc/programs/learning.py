@@ -114,10 +114,10 @@ def local_steps(job: Job) -> None:
             emulated = Replicas(torch.zeros(FEW + KEPT, dtype=torch.bfloat16), FEW, job.size)
             torch.manual_seed(5)
             emulated.start(local, ADAMW, torch.randn(FEW + KEPT) * 0.02)
-            mine = torch.nn.Parameter(emulated.outer.clone())
-            optimizer = optimizer_of([mine])
+            parameter = torch.nn.Parameter(emulated.outer.clone())
+            optimizer = optimizer_of([parameter])
             steps = diloco.LocalSteps(
-                [mine],
+                [parameter],
                 every=local.every,
                 lr=local.lr,
                 momentum=local.momentum,
@@ -129,12 +129,12 @@ def local_steps(job: Job) -> None:
                 rows = torch.stack([gradients(rank, step) for rank in range(job.size)])
                 numbers = torch.tensor(ADAMW.numbers(step, rate_at(step)))
                 emulated.step(rows[:, :FEW], rows[:, FEW:], numbers)
-                mine.grad = (servers_mean(rows) if step <= 3 else rows[job.rank]).float()
+                parameter.grad = (servers_mean(rows) if step <= 3 else rows[job.rank]).float()
                 optimizer.param_groups[0]["lr"] = rate_at(step)
                 optimizer.step()
                 steps.step()
                 assert torch.equal(steps.state()[0], emulated.outer), f"step {step}"
             steps.exchange()
             emulated.finish()
-            assert torch.equal(mine.detach(), emulated.outer), "the last exchange"
+            assert torch.equal(parameter.detach(), emulated.outer), "the last exchange"
     bps.shutdown()

@@ -378,16 +378,18 @@ def few_bits_add_up(job: Job) -> None:
     bps.init()
     for form, levels in (("int8", 127), ("int4", 7)):
         with job.check(form):
-            mine, total = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)
-            steps = LocalSteps([mine], every=1, lr=1.0, momentum=0.0, wire_dtype=form, name=form)
-            move = torch.full_like(mine, 0.3 / levels)
+            parameter, total = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)
+            steps = LocalSteps(
+                [parameter], every=1, lr=1.0, momentum=0.0, wire_dtype=form, name=form
+            )
+            move = torch.full_like(parameter, 0.3 / levels)
             move[::50] = 1.0  # The scale of a block follows its largest value.
             for number in range(1, 31):
-                mine.add_(move * (1 - 0.1 * job.rank) * (-1) ** (number // 10))
+                parameter.add_(move * (1 - 0.1 * job.rank) * (-1) ** (number // 10))
                 total += move.double() * (1.05 - 0.05 * job.size) * (-1) ** (number // 10)
                 steps.step()
-                assert (mine - total).abs().max() < 1 / levels, f"exchange {number}"
-                assert _alike(job, mine, form)
+                assert (parameter - total).abs().max() < 1 / levels, f"exchange {number}"
+                assert _alike(job, parameter, form)
     bps.shutdown()
 
 
