@@ -224,7 +224,11 @@ def test_several_hosts_have_servers_of_their_own(
 ) -> None:
     """Hosts with different sizes and numbers of ranks, and no given number of servers, get some."""
     program = tmp_path / "byteps-server"
-    program.write_text('#!/bin/sh\neval "file=\\${$#}"; echo host 4711 > "$file"; exec sleep 600\n')
+    # The file appears with all of its text, as that of the real program does.
+    program.write_text(
+        '#!/bin/sh\neval "file=\\${$#}"; echo host 4711 > "$file.part"; mv "$file.part" "$file"\n'
+        "exec sleep 600\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(embedded_nodes, "find_executable", lambda: str(program))
     monkeypatch.setenv("DMLC_NODE_HOST", "2001:db8::7")
