@@ -254,22 +254,36 @@ def test_rank_that_ended_first_is_named(status: int, how: str) -> None:
     assert not first_failure("step 1\n")
 
 
+FAST = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "accumulate_allreduce_grads_in_fp32": False,
+}
+"""Megatron's arguments that overlap all communication and send 16 bits."""
+
+
 @pytest.mark.parametrize(
-    ("has", "wanted"),
+    ("has", "ranks", "wanted"),
     [
-        ({}, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-             " --grad-reduce-in-bf16"),
-        ({"optimizer": "muon", "bf16": False}, "--overlap-grad-reduce"),
-        ({"use_distributed_optimizer": True, "overlap_grad_reduce": True,
-          "overlap_param_gather": True, "accumulate_allreduce_grads_in_fp32": False}, ""),
+        ({}, 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+                " --grad-reduce-in-bf16"),
+        ({"optimizer": "muon", "bf16": False}, 4, "--overlap-grad-reduce"),
+        (FAST, 2, ""),
+        (FAST, 4, "--num-distributed-optimizer-instances 2"),
+        ({**FAST, "num_distributed_optimizer_instances": 2}, 4, ""),
     ],
 )  # fmt: skip
-def test_plain_line_that_could_be_faster_is_told(has: dict[str, Any], wanted: str) -> None:
+def test_plain_line_that_could_be_faster_is_told(
+    has: dict[str, Any], ranks: int, wanted: str
+) -> None:
     usual = dict.fromkeys(
         ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), False
     )
     usual |= {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
-    missing = missing_flags(SimpleNamespace(**{"optimizer": "adam", **usual, **has}))
+    usual |= {"num_distributed_optimizer_instances": 1}
+    arguments = SimpleNamespace(**{"optimizer": "adam", **usual, **has})
+    missing = missing_flags(arguments, ranks, hosts=2)
     assert " ".join(missing) == wanted
     said = verdict.faster_plain(_report(1.0, missing=missing))
     assert (wanted in said and "may gain" in said) if wanted else not said

@@ -24,6 +24,8 @@ _LEAST_TORCH = (2, 9)
 _NETS = Path("/sys/class/net")
 _WIRES = ("fp32", "bf16", "int8", "int4")
 _CHECK_S = 60
+_NO_SCHEDULER = 3
+"""Exit status of a check whose only fault is that no scheduler answers."""
 _WRONG = "WRONG"
 
 
@@ -157,15 +159,14 @@ class Doctor:
                 variables["BYTEPS_SECRET"] = secrets.token_hex(32)
         for role in roles:
             if role == "server" and variables["DMLC_PS_ROOT_PORT"] == "0":
-                # No scheduler listens at port 1; status 3 says so.
+                # No scheduler listens at port 1.
                 variables["DMLC_PS_ROOT_PORT"] = "1"
             done = _run([executable, "--role", role, "--check"], variables)
-            is_alone = "DMLC_PS_ROOT_URI" not in os.environ and done.returncode == 3
             for line in (done.stdout + done.stderr).splitlines():
-                if is_alone and line.startswith(_WRONG):
-                    continue  # status 3: no scheduler runs yet
-                self._print(line)
-            if done.returncode and not is_alone:
+                if "(127.0.0.1:1)" not in line:
+                    self._print(line)
+            is_alone = "DMLC_PS_ROOT_URI" not in os.environ
+            if done.returncode and not (is_alone and done.returncode == _NO_SCHEDULER):
                 self.is_well = False
 
     def _switch(self) -> None:

@@ -43,7 +43,7 @@ def _exact(forecast: Forecast) -> str:
     exact = [row for row in forecast.by_servers() if not row.loses]
     if forecast.micro_batch_s is not None and any(row.gain >= WORTH_IT for row in exact):
         return "change nothing: what servers would save hides behind a micro-batch"
-    return f"change nothing: no servers are faster than {plain}"
+    return f"change nothing: servers are less than {WORTH_IT:g} x as fast as {plain}"
 
 
 def change_text(forecast: Forecast, row: Row) -> str:

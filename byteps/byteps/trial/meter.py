@@ -172,15 +172,16 @@ class Meter:
         self, reports: Sequence[dict[str, Any]], backend: str, store: Any
     ) -> dict[str, Any]:
         losses = [report["loss"] for report in reports if report["loss"] is not None]
+        hosts = len({report["host"] for report in reports})
         firsts: dict[str, int] = {}
         for rank, report in enumerate(reports):
             firsts.setdefault(report["launch"], rank)
         return {
             "is_megatron": self._kind == MEGATRON,
-            "missing": self._missing_flags(),
+            "missing": self._missing_flags(len(reports), hosts),
             "backend": backend,
             "ranks": len(reports),
-            "hosts": len({report["host"] for report in reports}),
+            "hosts": hosts,
             # The slowest rank decides how long a step takes.
             "times": [
                 max(times) for times in zip(*(report["times"] for report in reports), strict=True)
@@ -197,12 +198,12 @@ class Meter:
             },
         }
 
-    def _missing_flags(self) -> list[str]:
+    def _missing_flags(self, ranks: int, hosts: int) -> list[str]:
         """Return flags of Megatron that this plain job lacks, and that would make it faster."""
         module = sys.modules.get(MEGATRON)
         if self._kind != MEGATRON or module is None:
             return []
-        return missing_flags(module.get_args())
+        return missing_flags(module.get_args(), ranks, hosts)
 
     def report_early_end(self) -> None:
         """Report, at the end of the process, if the job has made too few steps."""
@@ -211,16 +212,20 @@ class Meter:
                 tell(self._settings, {"steps": len(self._marks)})
 
 
-def missing_flags(args: Any) -> list[str]:
+def missing_flags(args: Any, ranks: int, hosts: int) -> list[str]:
     """Return flags of Megatron that these arguments lack, and that send fewer bytes or overlap
-    communication."""
+    communication. `ranks`, `hosts`: their numbers in the job."""
     flags = []
-    sharded = args.use_distributed_optimizer
-    if not sharded and args.optimizer == "adam":
+    if not args.use_distributed_optimizer and args.optimizer == "adam":
         flags.append("--use-distributed-optimizer")
+    is_sharded = args.use_distributed_optimizer or bool(flags)
+    # Sharded inside each host, the optimizer needs more memory of GPUs, and no parameter crosses
+    # hosts.
+    if is_sharded and ranks > hosts > 1 and args.num_distributed_optimizer_instances == 1:
+        flags.append(f"--num-distributed-optimizer-instances {hosts}")
     if not args.overlap_grad_reduce:
         flags.append("--overlap-grad-reduce")
-    if not args.overlap_param_gather and (sharded or flags[:1] == ["--use-distributed-optimizer"]):
+    if not args.overlap_param_gather and is_sharded:
         flags.append("--overlap-param-gather")
     if args.bf16 and args.accumulate_allreduce_grads_in_fp32:
         flags.append("--grad-reduce-in-bf16")

@@ -191,9 +191,10 @@ def _over_replicas(
         servers = bytepslib.world.num_servers()
         inside = f"over {ranks} ranks by torch.distributed, then " if ranks > 1 else ""
         print_once(
-            f"dpu_reduce: replica {job.replica()} of {job.replicas()}: {kind} gradients are "
-            f"summed {inside}over replicas by {servers} {'server' if servers == 1 else 'servers'}, "
-            f"{sent:.1f} MB from each rank{_UPDATED if config.dpu_optimizer else ''}"
+            f"dpu_reduce: replica {job.replica()} of {job.replicas()}: {kind} gradients that "
+            f"replicas sum go {inside}through {servers} "
+            f"{'server' if servers == 1 else 'servers'}, {sent:.1f} MB from each rank"
+            f"{_UPDATED if config.dpu_optimizer else ''}"
         )
     return {id(bucket): decision for bucket in buckets}
 

@@ -289,7 +289,10 @@ def _leave_each_other(outer: outer_settings.Outer) -> None:
     what = "this job makes an outer step"
     if count > 1:
         job.leave_each_other()
-        what = f"replica {job.replica()} of {count} steps by itself, and exchanges parameters"
+        what = (
+            f"replica {job.replica()} of {count} steps by itself, and exchanges differences of "
+            f"parameters in {outer.dtype}"
+        )
     if torch.distributed.get_rank() == 0:
         rate = bytepslib.diloco.outer_rate(count) if outer.lr is None else outer.lr
         print(
