@@ -281,8 +281,8 @@ def test_plain_line_that_could_be_faster_is_told(
         ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), False
     )
     usual |= {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
-    usual |= {"num_distributed_optimizer_instances": 1}
-    arguments = SimpleNamespace(**{"optimizer": "adam", **usual, **has})
+    instances = {"num_distributed_optimizer_instances": 1}
+    arguments = SimpleNamespace(**{"optimizer": "adam", **usual, **instances, **has})
     missing = missing_flags(arguments, ranks, hosts=2)
     assert " ".join(missing) == wanted
     said = verdict.faster_plain(_report(1.0, missing=missing))
