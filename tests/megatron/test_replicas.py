@@ -209,7 +209,10 @@ def test_outer_steps_learn(prefix: Path, tmp_path: Path) -> None:
     # Each replica reports its own third loss.
     assert run["losses"][:2] == plain["losses"][:2]
     assert run["losses"][2] == pytest.approx(plain["losses"][2], rel=1e-6)
-    assert run["losses"] == pytest.approx(plain["losses"], rel=0.1)
+    # Outer momentum may learn faster than summed steps.
+    pairs = zip(run["losses"], plain["losses"], strict=True)
+    assert all(loss <= 1.1 * summed for loss, summed in pairs)
+    assert run["losses"][-1] < 0.8 * run["losses"][0]
     assert run["losses"] != plain["losses"]
 
 
