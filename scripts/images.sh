@@ -177,15 +177,28 @@ build() {
   save_image "$tag"
 }
 
+# image_for NAME PLATFORM: prints the name of the image for a platform. buildah takes a name for a single platform in all
+# stages, so with buildah this is the image's ID.
+image_for() {
+  if [[ $engine == docker ]]; then
+    echo "$1"
+  else
+    buildah pull --quiet --platform "$2" "$1"
+  fi
+}
+
+native=linux/amd64
+[[ $(uname -m) == x86_64 ]] || native=linux/arm64
 for image in "${images[@]}"; do
   if [[ $image == server ]]; then
+    build_image=$(image_for "${BUILD_IMAGE:-$DEBIAN_IMAGE}" "$native")
     for platform in "${list[@]}"; do
+      base_image=$(image_for "$DEBIAN_IMAGE" "$platform")
       build server "byteps-server:$IMAGE_TAG-${platform#linux/}" "$platform" "$root" \
-        --build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE" --build-arg "BUILD_IMAGE=${BUILD_IMAGE:-$DEBIAN_IMAGE}"
+        --build-arg "DEBIAN_IMAGE=$base_image" --build-arg "BUILD_IMAGE=$build_image"
     done
   else
-    platform=linux/amd64
-    [[ $(uname -m) == x86_64 ]] || platform=linux/arm64
+    platform=$native
     name=megatron-byteps-worker
     [[ $with == base ]] || name+="-$with"
     build worker "$name:$IMAGE_TAG" "$platform" "$work/worker" \
