@@ -184,7 +184,7 @@ def test_fsdp2_gathers_parameters_twice(flags: tuple[str, ...], nbytes: float) -
 def test_nccl_is_kept_where_a_host_cannot_feed_its_nics_or_has_nothing_to_hide(
     change: dict[str, Any], limit: str
 ) -> None:
-    """Cases in turn: a fast NIC for each of 8 GPUs, too few cores, and a backward pass that hides
+    """The cases: a fast NIC for each of 8 GPUs, too few cores, and a backward pass that hides
     everything."""
     machines = Machines(**{"hosts": 8, "gpus": 8, **change})
     kind = replace(dense(8, 8), elements=7e9)

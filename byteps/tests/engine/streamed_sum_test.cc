@@ -174,7 +174,7 @@ TEST_F(StreamedSums, ThatFailBeforeTheirValuesAreThereGiveNoNumbersToo) {
 // All sums fail while the transport still holds their values. They share one wait for the
 // transport.
 TEST_F(StreamedSums, ThatFailTogetherLetTheirStreamsGoOnTogether) {
-  constexpr int kSums = 30;  // would take half a minute if each were waited for in turn
+  constexpr int kSums = 30;  // would take half a minute if the test waited for one after another
   Job job(1, {}, kRoom);
   job.channel->HoldServer(0, true);
   std::vector<std::vector<float>> tensors(kSums, Values(3000, 1));

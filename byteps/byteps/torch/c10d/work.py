@@ -377,7 +377,7 @@ class ServerWork(Work):
                 return
             device = self._tensors[0].device
             stream = stream_for("completions", device) if device.type == "cuda" else None
-            # The future records the work queued on this stream. Whoever gets the value waits for
+            # The future records the work queued on this stream. A reader of the value waits for
             # that work.
             with torch.cuda.stream(stream):
                 self._settle()
