@@ -62,8 +62,8 @@ def python_of_ranks() -> str:
 def server_executable() -> str:
     """Return the path of byteps-server: next to this Python, or on PATH. Raises
     FileNotFoundError."""
-    beside = Path(sys.executable).parent / "byteps-server"
-    executable = str(beside) if beside.exists() else shutil.which("byteps-server")
+    installed = Path(sys.executable).parent / "byteps-server"
+    executable = str(installed) if installed.exists() else shutil.which("byteps-server")
     if executable is None:
         raise FileNotFoundError(
             f"byteps-server is neither next to {sys.executable} nor on PATH: run `make setup`"

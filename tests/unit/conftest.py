@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from scripts.children import captured
+from scripts.children import captured, server_executable
 
 LIMIT_S = 30.0
 
@@ -19,10 +16,7 @@ LIMIT_S = 30.0
 @pytest.fixture(scope="session")
 def byteps_server() -> str:
     """Path of the executable: in the folder of this Python, otherwise from PATH."""
-    beside = Path(sys.executable).parent / "byteps-server"
-    executable = str(beside) if beside.exists() else shutil.which("byteps-server")
-    assert executable is not None, "byteps-server is neither next to this Python nor on PATH"
-    return executable
+    return server_executable()
 
 
 @pytest.fixture
