@@ -331,11 +331,18 @@ class LocalSteps:
     def _fill(self, fragment: _Fragment) -> None:
         """Fill the momentum by the change of the parameters, which all members share."""
         for piece in fragment.pieces:
-            now, outer = piece.values(), piece.of(fragment.outer)
-            momentum = piece.of(fragment.momentum)
-            momentum.mul_(self._momentum).add_(outer - now)
-            piece.keep(momentum, fragment.momentum)
+            now = piece.values()
+            self._add_to_momentum(fragment, piece, piece.of(fragment.outer) - now)
             fragment.outer[piece.span].copy_(now)
+
+    def _add_to_momentum(
+        self, fragment: _Fragment, piece: _Piece, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Add an outer gradient to the momentum of a piece, and return this momentum."""
+        momentum = piece.of(fragment.momentum)
+        momentum.mul_(self._momentum).add_(gradient)
+        piece.keep(momentum, fragment.momentum)
+        return momentum
 
     def _start(self, fragment: _Fragment) -> None:
         fragment.started = self.steps
@@ -369,10 +376,8 @@ class LocalSteps:
             # The operations are separate, so that all members round alike, even if their devices
             # would fuse them differently.
             if self._momentum:
-                momentum = piece.of(fragment.momentum)
-                momentum.mul_(self._momentum).add_(gradient)
+                momentum = self._add_to_momentum(fragment, piece, gradient)
                 gradient.add_(momentum * self._momentum)
-                piece.keep(momentum, fragment.momentum)
             outer.sub_(gradient.mul_(self._lr))
             piece.keep(outer, fragment.outer)
             now = piece.values()
